@@ -1,0 +1,62 @@
+"""Drive a pool of SGLang engines from your own RL training script.
+
+import sglrollout as sr
+
+async with sr.AsyncRolloutEngine(model="Qwen/Qwen2.5-1.5B") as rollout:
+    groups = await rollout.generate(prompts, n=8, sampling=sr.Sampling(max_new_tokens=512))
+"""
+
+from sglrollout.blocking import RolloutEngine
+from sglrollout.config import RolloutConfig, Sampling
+from sglrollout.errors import (
+    ChannelError,
+    ConfigError,
+    EngineDiedError,
+    EngineError,
+    EngineRequestError,
+    EngineStartError,
+    LifecycleError,
+    NoEngineError,
+    PlacementError,
+    QueueFullError,
+    RequestTimeoutError,
+    RolloutError,
+    UnsupportedVersionError,
+)
+from sglrollout.generation.batch import GroupStream
+from sglrollout.generation.stream import Stream
+from sglrollout.rollout import AsyncRolloutEngine, EngineStatus
+from sglrollout.types import Chunk, Completion, FinishReason, Group, Message, Prompt, Timings, VersionSpan
+from sglrollout.version import __version__
+
+__all__ = [
+    "AsyncRolloutEngine",
+    "ChannelError",
+    "Chunk",
+    "Completion",
+    "ConfigError",
+    "EngineDiedError",
+    "EngineError",
+    "EngineRequestError",
+    "EngineStartError",
+    "EngineStatus",
+    "FinishReason",
+    "Group",
+    "GroupStream",
+    "LifecycleError",
+    "Message",
+    "NoEngineError",
+    "PlacementError",
+    "Prompt",
+    "QueueFullError",
+    "RequestTimeoutError",
+    "RolloutConfig",
+    "RolloutEngine",
+    "RolloutError",
+    "Sampling",
+    "Stream",
+    "Timings",
+    "UnsupportedVersionError",
+    "VersionSpan",
+    "__version__",
+]

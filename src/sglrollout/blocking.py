@@ -1,0 +1,172 @@
+"""RolloutEngine: the same rollout for plain, synchronous scripts, and beside a running loop in a notebook."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from sglrollout.config import RolloutConfig, Sampling
+from sglrollout.errors import LifecycleError
+from sglrollout.generation.batch import OnError
+from sglrollout.rollout import AsyncRolloutEngine, EngineStatus
+from sglrollout.types import Chunk, Group, Prompt
+
+T = TypeVar("T")
+
+
+class RolloutEngine:
+    """:class:`AsyncRolloutEngine` without ``async``: every call blocks until it is done.
+
+    It runs on an event loop of its own, on a thread of its own, so it works in a plain script, in a notebook and in a
+    thread; several threads may call it at once. Ctrl-C in a blocking call ends that call and what it started.
+
+    Arguments, options and errors are those of :class:`AsyncRolloutEngine`.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] | None = None, *, config: RolloutConfig | None = None, **options: Any
+    ) -> None:
+        self.config = AsyncRolloutEngine(model, config=config, **options).config
+        self._portal_context: AbstractContextManager[BlockingPortal] | None = None
+        self._portal: BlockingPortal | None = None
+        self._inner: AsyncRolloutEngine | None = None
+
+    @classmethod
+    def from_file(cls, path: str | Path, **overrides: Any) -> Self:
+        """With the options of a YAML, TOML or JSON file."""
+        return cls(config=RolloutConfig.from_file(path, **overrides))
+
+    def start(self, wait: bool = True) -> Self:
+        """Start all engines; with ``wait=False`` they load while this thread goes on."""
+        if self._portal_context is not None:
+            raise LifecycleError("this rollout was started already; make a new one to start again")
+        self._portal_context = start_blocking_portal("asyncio")
+        self._portal = self._portal_context.__enter__()
+        try:
+            self._inner = AsyncRolloutEngine(config=self.config)
+            self._call(self._inner.start, wait)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """End all engines, and the thread. Safe to call twice."""
+        portal, self._portal = self._portal, None
+        if portal is None or self._portal_context is None:
+            return
+        try:
+            if self._inner is not None:
+                portal.call(self._inner.close)
+        finally:
+            self._portal_context.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        chunk_tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[Chunk]:
+        """One completion, as it is sampled: ``for chunk in rollout.stream("...")``. Leaving the loop aborts it."""
+        stream = self._rollout.stream(prompt, sampling, chunk_tokens=chunk_tokens, timeout_s=timeout_s)
+        return self._iterate(stream)
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        on_error: OnError = "raise",
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+    ) -> list[Group]:
+        """Sample ``n`` completions of every prompt; groups come in the order of the prompts."""
+
+        async def call() -> list[Group]:
+            return await self._rollout.generate(
+                prompts, n, sampling, on_error=on_error, timeout_s=timeout_s, progress=progress
+            )
+
+        return self._call(call)
+
+    def as_completed(
+        self,
+        prompts: Iterable[Prompt],
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        on_error: OnError = "raise",
+        timeout_s: float | None = None,
+    ) -> Iterator[Group]:
+        """Groups in the order in which they complete. ``prompts`` is read on the rollout's own thread."""
+        return self._iterate(self._rollout.as_completed(prompts, n, sampling, on_error=on_error, timeout_s=timeout_s))
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache of every engine."""
+        self._call(self._rollout.flush_cache)
+
+    @property
+    def engines(self) -> tuple[EngineStatus, ...]:
+        """Every engine's state now; empty before :meth:`start`."""
+        return self._inner.engines if self._inner is not None else ()
+
+    @property
+    def num_queued(self) -> int:
+        """Samples that wait for a slot."""
+        return self._inner.num_queued if self._inner is not None else 0
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that engines sample with; 0 until the first sync."""
+        return self._inner.weight_version if self._inner is not None else 0
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers loaded it."""
+        return self._rollout.tokenizer
+
+    @property
+    def _rollout(self) -> AsyncRolloutEngine:
+        if self._inner is None or self._portal is None:
+            raise LifecycleError('this rollout is not running: use "with", or call start()')
+        return self._inner
+
+    def _iterate(self, items: Any) -> Iterator[Any]:
+        try:
+            while True:
+                try:
+                    yield self._call(items.__anext__)
+                except StopAsyncIteration:
+                    return
+        finally:
+            if self._portal is not None:
+                self._call(items.aclose)
+
+    def _call(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        """Run it on the rollout's loop and wait. An interrupt of the wait cancels it there."""
+        if self._portal is None:
+            raise LifecycleError('this rollout is not running: use "with", or call start()')
+        future: Future[T] = self._portal.start_task_soon(function, *args)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise

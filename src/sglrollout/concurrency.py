@@ -1,0 +1,28 @@
+"""Small helpers over anyio.  Imports nothing of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+
+import anyio
+
+
+async def in_parallel(calls: Iterable[Callable[[], Awaitable[object]]]) -> None:
+    """Run all calls at once; the first exception, unwrapped, cancels the others and is raised."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            for call in calls:
+                tasks.start_soon(_await, call)
+    except ExceptionGroup as group:
+        raise unwrapped(group) from None
+
+
+async def _await(call: Callable[[], Awaitable[object]]) -> None:
+    await call()
+
+
+def unwrapped(error: Exception) -> Exception:
+    """The first plain exception of a group: callers catch types, not groups."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,275 @@
+"""The client of one engine: starts its host, talks to it, and knows when it is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+
+from sglrollout.engine.launcher import HostProcess, HostThread, Launcher
+from sglrollout.engine.protocol import Request
+from sglrollout.errors import (
+    ChannelError,
+    EngineDiedError,
+    EngineError,
+    EngineRequestError,
+    EngineStartError,
+    LifecycleError,
+)
+from sglrollout.version import __version__
+from sglrollout.wire.channel import Channel, client_channel
+from sglrollout.wire.messages import (
+    PROTOCOL,
+    Abort,
+    Command,
+    Died,
+    EngineInfo,
+    Finish,
+    FromHost,
+    Generate,
+    Hello,
+    Launch,
+    LaunchFailed,
+    Load,
+    Outputs,
+    Reply,
+    Stop,
+    ToHost,
+)
+
+_LOG_TAIL_LINES = 30
+
+
+class EngineClient:
+    """One engine and the host that runs it. See :class:`sglrollout.engine.protocol.Engine` for its contract.
+
+    Args:
+        name: for messages, for example ``engine-0``.
+        launch: the engine's arguments; its scratch directory is filled in here.
+        devices: UUIDs of the GPUs it may see, in TP rank order; empty on a CPU.
+        isolation: ``process`` or ``thread``.
+        start_timeout_s, close_timeout_s, control_timeout_s: deadlines of the waits on the host.
+        log_dir: where its log stays after it is closed; ``None``: a temporary place.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        launch: Launch,
+        devices: Sequence[str] = (),
+        *,
+        isolation: str = "process",
+        start_timeout_s: float = 600.0,
+        close_timeout_s: float = 10.0,
+        control_timeout_s: float = 60.0,
+        log_dir: str | None = None,
+    ) -> None:
+        self.name = name
+        self.info: EngineInfo | None = None
+        self.load: Load | None = None
+        self.on_load: Callable[[Load], None] | None = None
+        self.on_death: Callable[[Exception], None] | None = None
+        self._launch, self._devices, self._isolation = launch, list(devices), isolation
+        self._start_timeout_s, self._close_timeout_s = start_timeout_s, close_timeout_s
+        self._control_timeout_s = control_timeout_s
+        self._log_dir = log_dir
+        self._host: Launcher | None = None
+        self._channel: Channel[FromHost, ToHost] | None = None
+        self._requests: dict[int, Request] = {}
+        self._replies: dict[int, tuple[anyio.Event, list[Reply]]] = {}
+        self._next_id = 0
+        self._death: Exception | None = None
+        self._closing = False
+
+    # ------------------------------------------------------------ life
+
+    @property
+    def alive(self) -> bool:
+        return self.info is not None and self._death is None and not self._closing
+
+    @property
+    def stage(self) -> str:
+        if self._host is None:
+            return "not started"
+        return "ready" if self.alive else (self._host.log_tail(1).strip()[-90:] or "starting")
+
+    async def start(self) -> EngineInfo:
+        """Start the host and build the engine in it.
+
+        Raises:
+            EngineStartError: it failed, or the deadline passed; with the tail of the log.
+        """
+        try:
+            with anyio.fail_after(self._start_timeout_s):
+                self.info = await self._bring_up()
+        except TimeoutError:
+            tail = self._log_tail()
+            await self._give_up()
+            message = f"not ready after start_timeout_s={self._start_timeout_s:g} s"
+            raise EngineStartError(self.name, message, tail) from None
+        except (_LaunchError, ChannelError) as error:
+            tail = self._log_tail()
+            await self._give_up()
+            raise EngineStartError(self.name, str(error), tail) from None
+        except BaseException:
+            await self._give_up()
+            raise
+        return self.info
+
+    async def _bring_up(self) -> EngineInfo:
+        ours, theirs = socket.socketpair()
+        host_class = HostProcess if self._isolation == "process" else HostThread
+        self._host = host_class(self.name, theirs, self._devices, self._log_dir)
+        self._launch.scratch_dir = str(self._host.scratch_dir)
+        self._channel = await client_channel(ours)
+        hello = Hello(PROTOCOL, os.getpid(), __version__)
+        await self._channel.handshake(hello)
+        self._channel.send(self._launch)
+        answer = await self._channel.receive()
+        match answer:
+            case EngineInfo():
+                return answer
+            case LaunchFailed():
+                raise _LaunchError(answer.reason)
+            case None:
+                raise _LaunchError(f"its host ended while the engine was starting ({self._host.how_it_ended()})")
+            case _:
+                raise ChannelError(f"expected the launch's result, got {type(answer).__name__}")
+
+    async def run(self) -> None:
+        """Take the host's messages until the channel ends."""
+        channel = self._channel
+        assert channel is not None
+        reason = "its host is gone"
+        try:
+            while (message := await channel.receive()) is not None:
+                if isinstance(message, Died):
+                    reason = message.reason
+                else:
+                    self._take(message)
+        except ChannelError as error:
+            reason = str(error)
+        if not self._closing:
+            self._die(reason)
+            await self._give_up()
+
+    def _take(self, message: FromHost) -> None:
+        match message:
+            case Outputs():
+                requests, version = self._requests, message.weight_version
+                for output in message.outputs:
+                    request = requests.get(output.request_id)
+                    if request is None:
+                        continue
+                    if output.finish is not None:
+                        del requests[output.request_id]
+                        if output.finish.reason == "error" and request.error is None:
+                            request.error = EngineRequestError(self.name, output.finish.message)
+                    request.deliver(output, version)
+            case Load():
+                self.load = message
+                if self.on_load is not None:
+                    self.on_load(message)
+            case Reply():
+                waiting = self._replies.pop(message.command_id, None)
+                if waiting is not None:
+                    waiting[1].append(message)
+                    waiting[0].set()
+            case _:
+                raise ChannelError(f"unexpected {type(message).__name__}")
+
+    def _die(self, reason: str) -> None:
+        """Fail all it held, then tell the pool."""
+        assert self._host is not None
+        self._death = EngineDiedError(self.name, reason, self._log_tail())
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            request.end(Finish("error", message=reason), self._death)
+        for event, _ in self._replies.values():
+            event.set()
+        if self.on_death is not None:
+            self.on_death(self._death)
+
+    async def close(self) -> None:
+        """Ask the host to stop, then make sure: no process, socket or file of it stays."""
+        self._closing = True
+        for request in list(self._requests.values()):
+            request.end(Finish("abort", message="the rollout was closed"), LifecycleError("the rollout was closed"))
+        self._requests.clear()
+        for event, _ in self._replies.values():
+            event.set()
+        with anyio.CancelScope(shield=True):
+            if self._channel is not None and self.info is not None and self._death is None:
+                self._channel.send(Stop())
+                if self._host is not None:
+                    await self._host.wait(self._close_timeout_s)
+            await self._give_up()
+
+    async def _give_up(self) -> None:
+        """End the host by force and free what it held. Idempotent."""
+        with anyio.CancelScope(shield=True):
+            if self._host is not None:
+                await self._host.destroy(self._close_timeout_s)
+            if self._channel is not None:
+                await self._channel.close()
+
+    def _log_tail(self) -> str:
+        return self._host.log_tail(_LOG_TAIL_LINES) if self._host is not None else ""
+
+    # ------------------------------------------------------------ work
+
+    async def submit(self, request: Request) -> None:
+        """Hand a request to the engine.
+
+        Raises:
+            EngineDiedError: the engine is gone.
+        """
+        if self._death is not None:
+            raise self._death
+        if self._channel is None or not self.alive:
+            raise EngineError(self.name, "the engine is not running")
+        request.request_id = self._next_id
+        self._next_id += 1
+        self._requests[request.request_id] = request
+        self._channel.send(
+            Generate(request.request_id, list(request.prompt_ids), request.sampling, request.chunk_tokens)
+        )
+        await self._channel.drain()
+
+    def abort(self, request: Request) -> None:
+        if self._requests.pop(request.request_id, None) is not None and self._channel is not None:
+            self._channel.send(Abort([request.request_id]))
+
+    async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """Run ``name`` in the host.
+
+        Raises:
+            EngineRequestError: it failed there, or did not answer within ``control_timeout_s``.
+            EngineDiedError: the engine ended meanwhile.
+        """
+        assert self._channel is not None
+        command_id, event, answers = self._next_id, anyio.Event(), list[Reply]()
+        self._next_id += 1
+        self._replies[command_id] = (event, answers)
+        self._channel.send(Command(command_id, name, arguments))  # type: ignore[arg-type]
+        try:
+            with anyio.fail_after(self._control_timeout_s):
+                await event.wait()
+        except TimeoutError:
+            raise EngineRequestError(
+                self.name, f"{name} was not answered within control_timeout_s={self._control_timeout_s:g} s"
+            ) from None
+        finally:
+            self._replies.pop(command_id, None)
+        if not answers:
+            raise self._death or EngineRequestError(self.name, f"it was closed before {name} was answered")
+        if answers[0].error:
+            raise EngineRequestError(self.name, f"{name} failed: {answers[0].error}")
+        return answers[0].value
+
+
+class _LaunchError(Exception):
+    """The host said that, or the channel showed that, the launch failed."""

@@ -1,0 +1,201 @@
+"""The engine host: owns one SGLang engine and answers its client's messages.
+
+``python -m sglrollout.engine.host FD CLIENT_PID SCRATCH_DIR`` is the process form: the leader of a session of its own,
+so that a Ctrl-C in the user's terminal does not reach it, and ending its process group ends all that SGLang started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from sglrollout.engine.processes import end_group
+from sglrollout.engine.scratch import remove_scratch
+from sglrollout.engine.sglang_adapter import SGLangEngine
+from sglrollout.version import __version__
+from sglrollout.wire.channel import Channel, host_channel
+from sglrollout.wire.messages import (
+    PROTOCOL,
+    Abort,
+    Command,
+    Died,
+    FromHost,
+    Generate,
+    Hello,
+    Launch,
+    LaunchFailed,
+    Outputs,
+    Reply,
+    Stop,
+    ToHost,
+)
+
+_LOAD_INTERVAL_S = 0.25
+_ORPHAN_CHECK_S = 0.25
+_ORPHAN_END_S = 3.0
+
+
+class EngineHost:
+    """Serves one engine over one channel until told to stop, the client goes away, or the engine dies."""
+
+    def __init__(self, channel: Channel[ToHost, FromHost], on_children: Callable[[list[Any]], None]) -> None:
+        self._channel, self._on_children = channel, on_children
+        self._engine: SGLangEngine | None = None
+        self._over = anyio.Event()
+        self._stopped = False
+        self._tasks: TaskGroup
+
+    async def serve(self) -> None:
+        """The host's whole life."""
+        await self._channel.handshake(Hello(PROTOCOL, os.getpid(), __version__))
+        launch = await self._channel.receive()
+        if not isinstance(launch, Launch):
+            return
+        try:
+            self._engine = SGLangEngine(launch, self._emit, self._give_up, self._on_children)
+            info = await self._engine.info()
+        except BaseException as error:
+            self._channel.send(LaunchFailed(f"{type(error).__name__}: {error}"))
+            await self._channel.drain()
+            raise
+        self._channel.send(info)
+        async with anyio.create_task_group() as self._tasks:
+            self._tasks.start_soon(self._receive)
+            self._tasks.start_soon(self._report_load)
+            self._watch_processes()
+            await self._over.wait()
+            self._tasks.cancel_scope.cancel()
+
+    async def run(self) -> bool:
+        """Serve, then end the engine whatever happened. Returns whether the client asked for the end."""
+        try:
+            await self.serve()
+            return self._stopped
+        finally:
+            if self._engine is not None:
+                self._engine.close()
+            await self._channel.close()
+
+    async def _receive(self) -> None:
+        engine = self._engine
+        assert engine is not None
+        while (message := await self._channel.receive()) is not None:
+            match message:
+                case Generate():
+                    engine.submit(message)
+                case Abort():
+                    for request_id in message.request_ids:
+                        engine.abort(request_id)
+                case Command():
+                    self._tasks.start_soon(self._command, message)
+                case Stop():
+                    self._stopped = True
+                    break
+        self._over.set()
+
+    async def _command(self, command: Command) -> None:
+        assert self._engine is not None
+        try:
+            value = await getattr(self, f"_on_{command.name}")(**command.arguments)
+            self._channel.send(Reply(command.command_id, value=value))
+        except Exception as error:
+            self._channel.send(Reply(command.command_id, error=f"{type(error).__name__}: {error}"))
+
+    async def _on_flush_cache(self) -> dict[str, Any]:
+        assert self._engine is not None
+        await self._engine.flush_cache()
+        return {}
+
+    def _emit(self, outputs: Outputs) -> None:
+        self._channel.send(outputs)
+
+    async def _report_load(self) -> None:
+        """Tell the client the load, when it changed."""
+        assert self._engine is not None
+        last = None
+        while True:
+            load = self._engine.load()
+            if load != last:
+                self._channel.send(load)
+                last = load
+            await anyio.sleep(_LOAD_INTERVAL_S)
+
+    def _watch_processes(self) -> None:
+        assert self._engine is not None
+        loop = asyncio.get_running_loop()
+        for sentinel, name in self._engine.sentinels.items():
+            loop.add_reader(sentinel, self._on_process_end, sentinel, name)
+
+    def _on_process_end(self, sentinel: int, name: str) -> None:
+        asyncio.get_running_loop().remove_reader(sentinel)
+        assert self._engine is not None
+        self._give_up(f"{name} ended unasked (exit codes: {self._engine.exit_codes()})")
+
+    def _give_up(self, reason: str) -> None:
+        if not self._over.is_set():
+            self._channel.send(Died(reason))
+            self._over.set()
+
+
+def serve_socket(sock: socket.socket, on_children: Callable[[list[Any]], None] = lambda children: None) -> bool:
+    """Run a host on this thread until it is over. The thread form of a host calls this directly.
+
+    Returns:
+        whether the client asked it to stop; otherwise the channel ended, or the engine did.
+    """
+
+    async def main() -> bool:
+        return await EngineHost(await host_channel(sock), on_children).run()
+
+    return anyio.run(main, backend="asyncio", backend_options={"loop_factory": _loop_factory()})
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+class _OrphanWatch(threading.Thread):
+    """Ends everything once the client is gone. A thread, since a launch blocks the event loop for a while."""
+
+    def __init__(self, client_pid: int, scratch_dir: str) -> None:
+        super().__init__(daemon=True, name="orphan-watch")
+        self._client_pid, self._scratch_dir = client_pid, scratch_dir
+        self.orphaned = threading.Event()
+
+    def run(self) -> None:
+        while os.getppid() == self._client_pid:
+            time.sleep(_ORPHAN_CHECK_S)
+        self.orphaned.set()
+        end_group(os.getpgid(0), _ORPHAN_END_S)
+        remove_scratch(self._scratch_dir)
+        os._exit(1)
+
+
+def main() -> None:
+    """Entry point of a host process."""
+    fd, client_pid, scratch_dir = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    os.set_inheritable(fd, False)
+    watch = _OrphanWatch(client_pid, scratch_dir)
+    watch.start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not serve_socket(socket.socket(fileno=fd)) and watch.orphaned.wait(2 * _ORPHAN_CHECK_S):
+        watch.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""From what the user set to what each engine is launched with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglrollout.config import RolloutConfig, check_engine_args
+from sglrollout.engine.client import EngineClient
+from sglrollout.engine.installed import server_arg_names, sglang_version
+from sglrollout.engine.placement import Placement, cpu_cores, plan
+from sglrollout.wire.messages import Launch
+
+_CPU_DEFAULTS = {"attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": 32768}
+
+
+def build_engines(config: RolloutConfig) -> list[EngineClient]:
+    """The engines of ``config``, checked against this machine and the installed SGLang, and not started.
+
+    It may ask the driver for its devices, which takes a moment: call it on a worker thread.
+
+    Raises:
+        UnsupportedVersionError, ConfigError, PlacementError: before anything was started.
+    """
+    version = sglang_version()
+    known = server_arg_names()
+    if known:
+        check_engine_args(config.engine_args, known, version)
+    placements = plan(config)
+    cores = cpu_cores(config) if placements[0].device == "cpu" else ()
+    return [
+        EngineClient(
+            f"engine-{index}",
+            _launch(config, placement, index, list(cores[index]) if cores else []),
+            [device.uuid for device in placement.devices],
+            isolation=config.isolation,
+            start_timeout_s=config.start_timeout_s,
+            close_timeout_s=config.close_timeout_s,
+            control_timeout_s=config.control_timeout_s,
+            log_dir=config.log_dir,
+        )
+        for index, placement in enumerate(placements)
+    ]
+
+
+def _launch(config: RolloutConfig, placement: Placement, index: int, cores: list[int]) -> Launch:
+    return Launch(
+        engine=f"engine-{index}",
+        engine_args=server_args(config, placement, index),
+        fast_outputs=config.fast_outputs,
+        cpu_cores=cores,
+        scratch_dir="",
+    )
+
+
+def server_args(config: RolloutConfig, placement: Placement, index: int) -> dict[str, Any]:
+    """Arguments of SGLang's ``ServerArgs`` for engine ``index``; only those that differ from SGLang's defaults."""
+    typed: dict[str, Any] = {
+        "model_path": config.model,
+        "tokenizer_path": config.tokenizer,
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code or None,
+        "tp_size": config.tp_size,
+        "device": placement.device,
+        "dtype": config.dtype,
+        "mem_fraction_static": config.mem_fraction,
+        "context_length": config.context_length,
+        "random_seed": None if config.seed is None else config.seed + index,
+        "enable_deterministic_inference": config.deterministic or None,
+        "enable_memory_saver": config.memory_saver or None,
+        "load_format": config.load_format,
+        "quantization": config.quantization,
+        "log_level": config.log_level,
+    }
+    if config.isolation == "thread" and placement.devices:
+        typed["base_gpu_id"] = placement.devices[0].index
+    defaults = _CPU_DEFAULTS if placement.device == "cpu" else {}
+    given = {name: value for name, value in typed.items() if value is not None}
+    return {**defaults, **given, **config.engine_args}

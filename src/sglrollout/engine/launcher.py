@@ -1,0 +1,159 @@
+"""The two ways to run an engine host, each the one owner of what it starts: a child process, or a thread here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import anyio.to_thread
+
+from sglrollout.engine.environment import host_environment
+from sglrollout.engine.processes import end_group
+from sglrollout.engine.scratch import remove_scratch
+from sglrollout.errors import LifecycleError
+
+_SOCKET_PATH_ROOM = 60
+
+
+class Launcher(Protocol):
+    """A started host. It holds a scratch directory, which goes when it is destroyed."""
+
+    scratch_dir: Path
+
+    def log_tail(self, num_lines: int) -> str:
+        """The last lines its processes wrote."""
+
+    def how_it_ended(self) -> str:
+        """In words, for an error message."""
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait for it to end by itself, at most so long."""
+
+    async def destroy(self, timeout_s: float) -> None:
+        """End it and everything it started. Idempotent."""
+
+
+class HostProcess:
+    """``python -m sglrollout.engine.host`` at the head of a session of its own."""
+
+    def __init__(self, name: str, sock: socket.socket, devices: Sequence[str], log_dir: str | None) -> None:
+        self.scratch_dir = _scratch_dir()
+        self._log = Path(log_dir) / f"{name}-{os.getpid()}.log" if log_dir else self.scratch_dir / "engine.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "sglrollout.engine.host"]
+        command += [str(sock.fileno()), str(os.getpid()), str(self.scratch_dir)]
+        with self._log.open("ab") as log, sock:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=host_environment(devices, str(self.scratch_dir)),
+                pass_fds=[sock.fileno()],
+                start_new_session=True,
+            )
+
+    def log_tail(self, num_lines: int) -> str:
+        return _tail(self._log, num_lines)
+
+    def how_it_ended(self) -> str:
+        code = self._process.poll()
+        return f"exit code {code}" if code is not None else f"pid {self._process.pid} is still there"
+
+    async def wait(self, timeout_s: float) -> None:
+        await anyio.to_thread.run_sync(self._reap, timeout_s)
+
+    async def destroy(self, timeout_s: float) -> None:
+        await anyio.to_thread.run_sync(self._end, timeout_s)
+        await anyio.to_thread.run_sync(remove_scratch, self.scratch_dir)
+
+    def _end(self, timeout_s: float) -> None:
+        end_group(self._process.pid, timeout_s)
+        self._reap(timeout_s)
+
+    def _reap(self, timeout_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+
+
+class HostThread:
+    """The same host on a thread of this process. One at a time: SGLang keeps its configuration process-wide."""
+
+    _occupied: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, name: str, sock: socket.socket, devices: Sequence[str], log_dir: str | None) -> None:
+        if not HostThread._occupied.acquire(blocking=False):
+            sock.close()
+            raise LifecycleError(
+                'an engine with isolation="thread" is already running in this process, and SGLang allows one: '
+                'close it first, or use isolation="process"'
+            )
+        self.scratch_dir = _scratch_dir()
+        self._children: list[Any] = []
+        self._given_up = self._released = False
+        self._failure = ""
+        self._thread = threading.Thread(target=self._serve, args=(sock,), name=f"{name}-host", daemon=True)
+        self._thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        from sglrollout.engine.host import serve_socket
+
+        try:
+            serve_socket(sock, self._note_children)
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def _note_children(self, children: list[Any]) -> None:
+        self._children = children
+        if self._given_up:
+            self._kill_children()
+
+    def log_tail(self, num_lines: int) -> str:
+        return self._failure
+
+    def how_it_ended(self) -> str:
+        return self._failure or ("its thread is still there" if self._thread.is_alive() else "its thread ended")
+
+    async def wait(self, timeout_s: float) -> None:
+        await anyio.to_thread.run_sync(self._thread.join, timeout_s)
+
+    async def destroy(self, timeout_s: float) -> None:
+        """A thread cannot be killed: its engine's processes are, on which a launch or a wait in it fails."""
+        self._given_up = True
+        self._kill_children()
+        await anyio.to_thread.run_sync(self._thread.join, timeout_s)
+        await anyio.to_thread.run_sync(remove_scratch, self.scratch_dir)
+        if not self._released and not self._thread.is_alive():
+            self._released = True
+            HostThread._occupied.release()
+
+    def _kill_children(self) -> None:
+        for child in self._children:
+            with contextlib.suppress(Exception):
+                child.kill()
+
+
+def _scratch_dir() -> Path:
+    """A private directory, short enough in name that sockets fit into it (their paths have 107 bytes)."""
+    root = tempfile.gettempdir()
+    if len(root) > _SOCKET_PATH_ROOM:
+        root = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="sglrollout-", dir=root))
+
+
+def _tail(path: Path, num_lines: int) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64 * 1024))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join([line for line in lines if line.strip()][-num_lines:])

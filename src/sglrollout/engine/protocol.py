@@ -1,0 +1,146 @@
+"""What the pool needs of an engine, whatever runs behind it, and the request it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import anyio
+
+from sglrollout.types import FinishReason, VersionSpan
+from sglrollout.wire.messages import EngineInfo, Finish, Load, Output
+
+
+class Request:
+    """One sample on its way: what was asked, and what has come so far.
+
+    It ends exactly once, by :meth:`end`; whoever waits in :meth:`progress` is then woken a last time.
+    """
+
+    __slots__ = (
+        "_changed",
+        "chunk_tokens",
+        "created_s",
+        "error",
+        "finish",
+        "finished_s",
+        "first_token_s",
+        "logprobs",
+        "on_end",
+        "prompt_ids",
+        "queue_s",
+        "request_id",
+        "sampling",
+        "spans",
+        "token_ids",
+    )
+
+    def __init__(self, prompt_ids: Sequence[int], sampling: dict[str, Any], chunk_tokens: int = 0) -> None:
+        self.prompt_ids, self.sampling, self.chunk_tokens = prompt_ids, sampling, chunk_tokens
+        self.request_id = -1
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] | None = [] if sampling.get("logprobs", True) else None
+        self.spans: list[VersionSpan] = []
+        self.finish: Finish | None = None
+        self.error: Exception | None = None
+        self.on_end: Callable[[Request], None] | None = None
+        self.created_s = time.monotonic()
+        self.queue_s = 0.0
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+        self._changed: anyio.Event | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Only once it has ended."""
+        assert self.finish is not None
+        return self.finish.reason  # type: ignore[return-value]
+
+    def deliver(self, output: Output, version: int) -> None:
+        """Take new tokens, sampled under ``version``, and the end if it came."""
+        if self.finish is not None:
+            return
+        if output.token_ids:
+            self._append(output, version)
+        if output.finish is not None:
+            self.end(output.finish)
+        else:
+            self._wake()
+
+    def end(self, finish: Finish, error: Exception | None = None) -> None:
+        """End it; later calls change nothing."""
+        if self.finish is not None:
+            return
+        self.finish, self.error = finish, error
+        self.finished_s = time.monotonic()
+        self._wake()
+        if self.on_end is not None:
+            self.on_end(self)
+
+    async def progress(self) -> None:
+        """Wait for tokens or the end."""
+        if self.finish is None:
+            self._changed = anyio.Event()
+            await self._changed.wait()
+
+    def _append(self, output: Output, version: int) -> None:
+        start = len(self.token_ids)
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
+        self.token_ids += output.token_ids
+        if self.logprobs is not None:
+            self.logprobs += output.logprobs or ()
+        end = len(self.token_ids)
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = self.spans[-1]._replace(end=end)
+        else:
+            self.spans.append(VersionSpan(version, start, end))
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+
+
+class Engine(Protocol):
+    """One engine as the pool sees it.
+
+    ``on_load`` and ``on_death`` are set by the pool before :meth:`start`. After ``on_death`` was called (once, with
+    the reason) every request the engine held has ended with an ``error`` finish and it takes no more.
+    """
+
+    name: str
+    info: EngineInfo | None
+    load: Load | None
+    on_load: Callable[[Load], None] | None
+    on_death: Callable[[Exception], None] | None
+
+    @property
+    def alive(self) -> bool:
+        """Started, and not ended."""
+
+    @property
+    def stage(self) -> str:
+        """What it is doing, in a few words, for a progress display."""
+
+    async def start(self) -> EngineInfo:
+        """Come up, or raise ``EngineStartError``. Cancelling it leaves nothing behind."""
+
+    async def run(self) -> None:
+        """Serve until closed or dead; the pool runs it in its task group."""
+
+    async def submit(self, request: Request) -> None:
+        """Hand over a request. Its tokens and its end arrive through ``request``."""
+
+    def abort(self, request: Request) -> None:
+        """Ask the engine to drop a request. Never blocks; the request's own end is the caller's to set."""
+
+    async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """Run a control method in the host, or raise ``EngineRequestError``."""
+
+    async def close(self) -> None:
+        """End it and all it started; safe to call twice, from any state."""

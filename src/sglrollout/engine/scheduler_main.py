@@ -1,0 +1,52 @@
+"""What SGLang's scheduler processes run first.  Imports nothing heavy: spawn imports it before SGLang.
+
+SGLang starts its schedulers with the ``spawn`` method, so nothing that the host patched in memory reaches them; the
+entry function itself must come from here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import psutil
+
+from sglrollout.engine import cpu_support
+
+if cpu_support.is_enabled():
+    # At import: unpickling this process's target comes before unpickling its arguments, which imports SGLang.
+    cpu_support.enable()
+
+SCHEDULER_FAILED = 70
+"""Exit code of a scheduler that failed and would have sent SIGQUIT to its parent."""
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """Be SGLang's scheduler, without its SIGQUIT."""
+    _exit_instead_of_sigquit()
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    run_scheduler_process(*args, **kwargs)
+
+
+def _exit_instead_of_sigquit() -> None:
+    """Let a failing scheduler end with an exit code, where SGLang would send SIGQUIT to its parent and exit with 0.
+
+    The parent may be the user's own process (``isolation="thread"``), and SIGQUIT's default is to kill it.
+    """
+    send_signal = psutil.Process.send_signal
+
+    def send_or_exit(self: psutil.Process, sig: int) -> None:
+        if sig == signal.SIGQUIT:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(SCHEDULER_FAILED)
+        send_signal(self, sig)
+
+    psutil.Process.send_signal = send_or_exit  # type: ignore[method-assign]
+
+
+def ignore_sigquit(signum: int, frame: Any) -> None:
+    """SGLang's launch-phase SIGQUIT handler, replaced: its own kills the whole process tree."""

@@ -1,0 +1,422 @@
+"""The one module that touches SGLang: builds its in-process ``Engine``, feeds it, and takes its outputs.
+
+Everything whose shape differs between SGLang versions is here. It runs in an engine host, never in the user's code.
+
+Outputs are taken a step at a time (:class:`_StepOutputs`): the scheduler's token batches go straight to this process,
+with no detokenizer between, and one overridden method forwards the whole batch. SGLang's own path builds dicts,
+texts and events for every token of every request instead, which makes streaming several times slower. Where that
+method is not there to override, or ``fast_outputs`` is off, the public ``generate_request`` streams are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import gc
+import inspect
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglrollout.engine import cpu_support
+from sglrollout.engine.environment import launcher_variables
+from sglrollout.engine.scheduler_main import ignore_sigquit, run_scheduler
+from sglrollout.engine.scratch import note_file
+from sglrollout.errors import EngineRequestError
+from sglrollout.wire.messages import EngineInfo, Finish, Generate, Launch, Load, Output, Outputs
+
+Emit = Callable[[Outputs], None]
+
+_SAMPLING_NAMES = {"seed": "sampling_seed"}
+_NOT_SAMPLING = frozenset({"logprobs", "lora"})
+_FORCED_END_S = 0.5
+_FIRST_ANSWER_S = 120.0
+
+
+class SGLangEngine:
+    """A running ``sglang.Engine``. Build it on the thread whose event loop will serve it, and keep that thread.
+
+    Args:
+        launch: what to build.
+        emit: called with each step's outputs, on the event loop.
+        on_failure: called with a reason when the engine cannot go on, though its processes live.
+        on_children: called with the scheduler processes as soon as they exist, so that a launch can be given up.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        emit: Emit,
+        on_failure: Callable[[str], None],
+        on_children: Callable[[list[Any]], None] = lambda children: None,
+    ) -> None:
+        begun = time.monotonic()
+        self.weight_version = 0
+        self.warnings: list[str] = []
+        self._emit, self._on_failure, self._tasks = emit, on_failure, dict[int, asyncio.Task[None]]()
+        self._processes: list[Any] = []
+        with _process_state_kept(launch.scratch_dir):
+            self._engine, self._fast = self._build(launch, on_children)
+        self._manager = self._engine.tokenizer_manager
+        self._take_over()
+        self._info_args = dict(launch.engine_args)
+        self._start_s = time.monotonic() - begun
+
+    # ------------------------------------------------------------ building and ending
+
+    def _build(self, launch: Launch, on_children: Callable[[list[Any]], None]) -> tuple[Any, bool]:
+        cpu = launch.engine_args.get("device") == "cpu"
+        if cpu:
+            os.sched_setaffinity(0, launch.cpu_cores or os.sched_getaffinity(0))
+            cpu_support.enable(tp_size=int(launch.engine_args.get("tp_size", 1)))
+        from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
+        from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+        if cpu and launch.engine_args.get("enable_deterministic_inference"):
+            _allow_deterministic_on_cpu()
+        fast = launch.fast_outputs and self._can_take_steps(Engine, TokenizerManager)
+        manager_class = _step_outputs(TokenizerManager, self) if fast else TokenizerManager
+        adapter = self
+
+        class HostedEngine(Engine):  # type: ignore[misc]
+            run_scheduler_process_func = staticmethod(run_scheduler)
+
+            @staticmethod
+            def init_tokenizer_manager_func(server_args: Any, port_args: Any) -> Any:
+                return init_tokenizer_manager(server_args, port_args, manager_class)
+
+            @classmethod
+            def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
+                adapter._note_files(port_args, launch.scratch_dir)
+                if fast:
+                    port_args.detokenizer_ipc_name = port_args.tokenizer_ipc_name
+                launched = super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
+                adapter._processes = list(launched[1] or ())
+                on_children(adapter._processes)
+                return launched
+
+            @classmethod
+            def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> Any:
+                return ([], []) if fast else super()._launch_detokenizer_subprocesses(*args, **kwargs)
+
+        arguments = {"log_level": "info", **launch.engine_args, "custom_sigquit_handler": ignore_sigquit}
+        return HostedEngine(**arguments), fast
+
+    def _can_take_steps(self, engine_class: Any, manager_class: Any) -> bool:
+        """Whether this SGLang has the methods that :class:`_StepOutputs` overrides, as it knows them."""
+        expected = {
+            engine_class: ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"),
+            manager_class: ("_handle_batch_output", "_handle_abort_req", "generate_request", "abort_request"),
+        }
+        missing = [name for owner, names in expected.items() for name in names if not hasattr(owner, name)]
+        if not missing and list(inspect.signature(manager_class._handle_batch_output).parameters) == [
+            "self",
+            "recv_obj",
+        ]:
+            return True
+        self.warnings.append(
+            f"this SGLang has no {missing or '_handle_batch_output(recv_obj)'}: outputs take its public path, "
+            "streaming is several times slower"
+        )
+        return False
+
+    def _note_files(self, port_args: Any, scratch_dir: str) -> None:
+        """Remember what SGLang leaves in /dev/shm, to remove it when its processes could not."""
+        with contextlib.suppress(Exception):
+            from sglang.srt.managers.load_snapshot import shm_path_for
+
+            note_file(scratch_dir, shm_path_for(port_args.instance_id))
+
+    def _take_over(self) -> None:
+        """Take from SGLang what it would do to this process: its exit hook, watchdog and signal handlers.
+
+        All of them end with killing every child of the process, ours or not.
+        """
+        atexit.unregister(self._engine.shutdown)
+        watchdog = getattr(self._manager, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()
+        self._manager.signal_handler_class = _QuietSignals
+
+    @property
+    def sentinels(self) -> dict[int, str]:
+        """File descriptors that become readable when a process of the engine ends, and what it is called."""
+        return {process.sentinel: f"scheduler {i}" for i, process in enumerate(self._processes)}
+
+    def exit_codes(self) -> str:
+        return ", ".join(f"{i}: {process.exitcode}" for i, process in enumerate(self._processes))
+
+    def close(self) -> None:
+        """End SGLang's processes, and only those. Blocks for a second at most."""
+        sender = getattr(self._engine, "send_to_rpc", None)
+        if sender is not None:
+            sender.close(linger=0)
+        pids = set(self._engine.get_all_child_pids())
+        end_processes(self._processes, pids)
+
+    async def info(self) -> EngineInfo:
+        """What the engine says of itself. The first call to SGLang: it binds to the loop that runs this."""
+        manager, args = self._manager, self._engine.server_args
+        scheduler = self._engine._scheduler_init_result.scheduler_infos[0]
+        (state,) = await asyncio.wait_for(manager.get_internal_state(), _FIRST_ANSWER_S)
+        model = manager.model_config
+        import sglang
+
+        return EngineInfo(
+            sglang_version=sglang.__version__,
+            pid=os.getpid(),
+            child_pids=sorted(self._engine.get_all_child_pids()),
+            context_length=int(model.context_len),
+            max_prompt_tokens=int(scheduler["max_req_input_len"]),
+            vocab_size=int(model.vocab_size),
+            max_running_requests=int(state.get("effective_max_running_requests_per_dp") or 0),
+            max_total_tokens=int(scheduler["max_total_num_tokens"]),
+            eos_token_ids=sorted(model.hf_eos_token_id or ()),
+            fast_outputs=self._fast,
+            deterministic=bool(self._info_args.get("enable_deterministic_inference")),
+            has_tokenizer=not args.skip_tokenizer_init,
+            memory_saver=bool(self._info_args.get("enable_memory_saver")),
+            lora=bool(getattr(manager, "enable_lora", False)),
+            weight_version=self.weight_version,
+            start_s=self._start_s,
+            warnings=self.warnings,
+        )
+
+    # ------------------------------------------------------------ requests
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._tasks)
+
+    def submit(self, request: Generate) -> None:
+        """Start one request. Its outputs, and its end, go to ``emit``."""
+        task = asyncio.get_running_loop().create_task(self._serve(request))
+        self._tasks[request.request_id] = task
+
+    def abort(self, request_id: int) -> None:
+        """Drop one request; it still ends through ``emit``, within half a second."""
+        if request_id not in self._tasks:
+            return
+        self._manager.abort_request(rid=_rid(request_id))
+        asyncio.get_running_loop().call_later(_FORCED_END_S, self._force_end, request_id)
+
+    def _force_end(self, request_id: int) -> None:
+        """For a request that the scheduler does not know yet, so that its abort found nothing."""
+        task = self._tasks.get(request_id)
+        if task is not None:
+            task.cancel("aborted")
+
+    async def _serve(self, request: Generate) -> None:
+        """One request's life in SGLang. With step outputs the loop body sees the end only."""
+        sent, end = 0, Finish("error", message="SGLang's stream ended without a finish reason")
+        try:
+            async for out in self._manager.generate_request(_generate_request(request), None):
+                if self._fast:
+                    continue
+                sent, finish = self._emit_public(request, out, sent)
+                end = finish or end
+        except asyncio.CancelledError:
+            end = Finish("abort", message="aborted before the scheduler had it")
+            self._emit(Outputs(self.weight_version, [Output(request.request_id, [], None, end)]))
+        except Exception as error:
+            end = Finish("error", message=f"{type(error).__name__}: {getattr(error, 'detail', None) or error}")
+            self._emit(Outputs(self.weight_version, [Output(request.request_id, [], None, end)]))
+        finally:
+            self._tasks.pop(request.request_id, None)
+
+    def _emit_public(self, request: Generate, out: dict[str, Any], sent: int) -> tuple[int, Finish | None]:
+        """Forward what is new in one item of a public stream, which repeats all tokens so far."""
+        meta, ids = out["meta_info"], out["output_ids"]
+        logprobs = None
+        if request.sampling.get("logprobs", True):
+            logprobs = [value for value, _, _ in meta.get("output_token_logprobs", ())[sent : len(ids)]]
+        finish = _finish(meta.get("finish_reason"), meta.get("prompt_tokens", 0), meta.get("cached_tokens", 0))
+        self._emit(Outputs(self.weight_version, [Output(request.request_id, list(ids[sent:]), logprobs, finish)]))
+        return len(ids), finish
+
+    # ------------------------------------------------------------ control
+
+    def load(self) -> Load:
+        """The scheduler's last load snapshot."""
+        reader = getattr(self._manager, "load_snapshot_reader", None)
+        snapshots = reader.read_all() if reader is not None else []
+        if not snapshots:
+            return Load(self.num_inflight, 0, 0, 0.0, 0.0, 0.0)
+        last = snapshots[0]
+        return Load(
+            num_inflight=self.num_inflight,
+            num_running=last.num_running_reqs,
+            num_waiting=last.num_waiting_reqs,
+            kv_usage=float(last.token_usage),
+            cache_hit_rate=float(last.cache_hit_rate),
+            tokens_per_s=float(last.gen_throughput),
+        )
+
+    async def flush_cache(self) -> None:
+        """Empty the prefix cache.
+
+        Raises:
+            EngineRequestError: SGLang refused, which it does while requests run.
+        """
+        result = await self._manager.flush_cache()
+        if not result.success:
+            raise EngineRequestError(
+                "engine", f"SGLang did not flush its cache: {result.message or 'requests are running'}"
+            )
+
+
+def end_processes(processes: list[Any], pids: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    """Kill and reap ``processes``, and kill the other ``pids``."""
+    for pid in pids | {process.pid for process in processes}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for process in processes:
+        process.join(timeout=1.0)
+
+
+def _rid(request_id: int) -> str:
+    """Fixed width: SGLang aborts every request whose id *starts with* the one given."""
+    return f"{request_id:016x}"
+
+
+def _generate_request(request: Generate) -> Any:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    sampling = {
+        _SAMPLING_NAMES.get(name, name): value for name, value in request.sampling.items() if name not in _NOT_SAMPLING
+    }
+    if request.chunk_tokens:
+        sampling["stream_interval"] = request.chunk_tokens
+    return GenerateReqInput(
+        rid=_rid(request.request_id),
+        input_ids=request.prompt_ids,
+        sampling_params=sampling,
+        return_logprob=bool(request.sampling.get("logprobs", True)),
+        logprob_start_len=-1,
+        stream=bool(request.chunk_tokens),
+        lora_path=request.sampling.get("lora"),
+    )
+
+
+def _finish(reason: dict[str, Any] | None, prompt_tokens: int = 0, cached_tokens: int = 0) -> Finish | None:
+    """SGLang's finish reason in our words: an abort that carries an error status is an error."""
+    if reason is None:
+        return None
+    kind, message = reason.get("type", "error"), str(reason.get("message") or "")
+    if kind == "abort" and reason.get("status_code"):
+        kind = "error"
+    if kind not in ("stop", "length", "abort", "error"):
+        kind, message = "error", f"unknown finish reason {reason}"
+    return Finish(kind, reason.get("matched"), message, prompt_tokens or 0, cached_tokens or 0)
+
+
+def _step_outputs(manager_class: Any, adapter: SGLangEngine) -> Any:
+    """A tokenizer manager that forwards each scheduler batch whole."""
+
+    class _StepOutputs(manager_class):  # type: ignore[misc]
+        async def _handle_batch_output(self, recv_obj: Any) -> None:
+            if type(recv_obj).__name__ != "BatchTokenIDOutput":
+                await super()._handle_batch_output(recv_obj)
+                return
+            try:
+                self._forward(recv_obj)
+            except Exception as error:
+                # SGLang answers an exception here by killing every process of the tree.
+                adapter._on_failure(f"taking a step's outputs failed: {type(error).__name__}: {error}")
+                raise asyncio.CancelledError from error
+
+        def _forward(self, recv_obj: Any) -> None:
+            outputs = []
+            for i, rid in enumerate(recv_obj.rids):
+                state = self.rid_to_state.get(rid)
+                if state is not None:
+                    outputs.append(_output(recv_obj, i, rid, state))
+                    if recv_obj.finished_reasons[i] is not None:
+                        self._let_go(rid, state)
+            if outputs:
+                adapter._emit(Outputs(adapter.weight_version, outputs))
+
+        def _handle_abort_req(self, recv_obj: Any) -> None:
+            known = recv_obj.rid in self.rid_to_state
+            super()._handle_abort_req(recv_obj)
+            if known and recv_obj.rid not in self.rid_to_state:
+                reason = recv_obj.finished_reason or {"type": "abort", "message": "aborted while it waited"}
+                output = Output(int(recv_obj.rid, 16), [], None, _finish(reason))
+                adapter._emit(Outputs(adapter.weight_version, [output]))
+
+        def _let_go(self, rid: str, state: Any) -> None:
+            """End the request's ``generate_request``, as SGLang's own handler does."""
+            del self.rid_to_state[rid]
+            state.finished = True
+            state.out_list.append({"meta_info": {}})
+            state.event.set()
+            if self.enable_lora and state.obj.lora_path:
+                self.asyncio_tasks.add(asyncio.ensure_future(self.lora_registry.release(state.obj.lora_id)))
+
+    return _StepOutputs
+
+
+def _output(batch: Any, i: int, rid: str, state: Any) -> Output:
+    """Request ``i`` of a scheduler batch; a logprob that is not its token's is an error, never passed on."""
+    ids = list(batch.output_ids[i])
+    finish = _finish(batch.finished_reasons[i], batch.prompt_tokens[i], batch.cached_tokens[i])
+    logprobs = None
+    if state.obj.return_logprob:
+        logprobs = list(batch.output_token_logprobs_val[i])[: len(ids)]
+        if list(batch.output_token_logprobs_idx[i])[: len(ids)] != ids:
+            finish = Finish("error", message="SGLang paired a logprob with another token")
+            ids, logprobs = [], []
+    return Output(int(rid, 16), ids, logprobs, finish)
+
+
+class _QuietSignals:
+    """Signal handlers for SGLang to install in place of its own, which kill the process tree.
+
+    The host sees a dead scheduler by its sentinel; nothing is left to do here.
+    """
+
+    def __init__(self, tokenizer_manager: Any) -> None:
+        pass
+
+    def sigterm_handler(self, signum: Any = None, frame: Any = None) -> None:
+        raise SystemExit(0)
+
+    def running_phase_sigquit_handler(self, signum: Any = None, frame: Any = None) -> None:
+        pass
+
+
+def _allow_deterministic_on_cpu() -> None:
+    """SGLang lists no CPU attention backend as deterministic; seeds themselves work there."""
+    from sglang.srt import server_args
+
+    server_args.add_deterministic_attention_backend_choices(["torch_native"])
+
+
+@contextlib.contextmanager
+def _process_state_kept(scratch_dir: str) -> Iterator[None]:
+    """Build with the environment a host needs, and undo what importing and building SGLang does to the process.
+
+    That is: loop policy, start method, environment, GC. In a host process nobody would mind; with
+    ``isolation="thread"`` it is the user's process.
+    """
+    policy = asyncio.get_event_loop_policy()
+    method = multiprocessing.get_start_method(allow_none=True)
+    environment, thresholds, temporary = dict(os.environ), gc.get_threshold(), tempfile.tempdir
+    try:
+        tempfile.tempdir = scratch_dir
+        for name in launcher_variables(os.environ):
+            del os.environ[name]
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
+        multiprocessing.set_start_method(method, force=True)
+        gc.set_threshold(*thresholds)
+        tempfile.tempdir = temporary
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})

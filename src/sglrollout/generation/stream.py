@@ -1,0 +1,133 @@
+"""One completion as it is sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Self
+
+from sglrollout.config import Sampling
+from sglrollout.errors import LifecycleError
+from sglrollout.generation.sampler import Prepared, Sample, Sampler
+from sglrollout.text import StreamText
+from sglrollout.types import Chunk, Completion, FinishReason, Prompt
+
+
+class Stream:
+    """Chunks of one sample, by ``async for``.
+
+    It starts at the first step of the loop. Leaving the loop early, by ``break``, an exception or cancellation, aborts
+    the sample in its engine and frees its slot; ``async with`` does so at the end of its block even while a reference
+    to the stream lives on. After the last chunk :attr:`completion` holds the whole.
+
+    Raises (from the loop):
+        ConfigError: the prompt or sampling is wrong.
+        EngineRequestError, EngineDiedError: the engine failed it.
+        RequestTimeoutError: its deadline passed.
+    """
+
+    def __init__(
+        self,
+        sampler: Callable[[], Awaitable[Sampler]],
+        prompt: Prompt,
+        sampling: Sampling,
+        chunk_tokens: int,
+        timeout_s: float | None,
+    ) -> None:
+        self._sampler_ready, self._prompt, self._sampling = sampler, prompt, sampling
+        self._chunk_tokens, self._timeout_s = chunk_tokens, timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sampler: Sampler | None = None
+        self._prepared: Prepared | None = None
+        self._sample: Sample | None = None
+        self._text: StreamText | None = None
+        self._num_taken = 0
+        self._span = 0
+        self._over = False
+
+    @property
+    def completion(self) -> Completion:
+        """The whole sample, once it has ended.
+
+        Raises:
+            LifecycleError: it has not.
+        """
+        if self._sample is None or not self._sample.request.ended:
+            raise LifecycleError("the stream has not ended: its completion is there after the last chunk, or aclose()")
+        assert self._sampler is not None
+        assert self._prepared is not None
+        return self._sampler.completion(self._sample, self._prepared, self._sampling)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            sample = self._sample if self._sample is not None else await self._start()
+            request = sample.request
+            while len(request.token_ids) == self._num_taken and not request.ended:
+                await request.progress()
+        except BaseException:
+            self._abandon()
+            raise
+        if request.error is not None and len(request.token_ids) == self._num_taken:
+            self._over = True
+            raise request.error
+        return self._next_chunk(sample)
+
+    async def _start(self) -> Sample:
+        self._loop = asyncio.get_running_loop()
+        self._sampler = await self._sampler_ready()
+        self._sampler.check(self._sampling)
+        self._prepared = self._sampler.prepare(self._prompt, "prompt")
+        self._sample = await self._sampler.start(
+            self._prepared, self._sampling, chunk_tokens=self._chunk_tokens, timeout_s=self._timeout_s
+        )
+        if self._sampler.tokenizer is not None:
+            tokenizer, skip = self._sampler.tokenizer, self._sampling.skip_special_tokens
+            self._text = StreamText(lambda ids: tokenizer.decode(ids, skip), self._sampling.stop)
+        return self._sample
+
+    def _next_chunk(self, sample: Sample) -> Chunk:
+        """At most ``chunk_tokens`` of what has arrived, all of one weight version."""
+        request, start = sample.request, self._num_taken
+        spans = request.spans
+        while self._span < len(spans) - 1 and spans[self._span].end <= start:
+            self._span += 1
+        version = spans[self._span].version if spans else 0
+        end = min(start + self._chunk_tokens, spans[self._span].end if spans else start)
+        self._num_taken = end
+        reason: FinishReason | None = None
+        if request.ended and end == len(request.token_ids) and request.error is None:
+            self._over, reason = True, request.finish_reason
+        ids = tuple(request.token_ids[start:end])
+        logprobs = None if request.logprobs is None else tuple(request.logprobs[start:end])
+        final = (lambda: self.completion.text) if reason is not None else None
+        text = self._text.add(ids, final) if self._text is not None else None
+        return Chunk(ids, logprobs, version, reason, text)
+
+    async def aclose(self) -> None:
+        """Abort the sample if it still runs."""
+        self._abandon()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        self._over = True
+        if self._sample is not None:
+            self._sample.cancel("the stream was left")
+
+    def __del__(self) -> None:
+        # A loop that was left by `break` drops the stream, and in CPython this runs at once; from a garbage
+        # collection it may run on any thread.
+        if not self._over and self._sample is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._sample.cancel, "the stream was left")

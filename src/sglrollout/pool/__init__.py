@@ -1,0 +1,4 @@
+"""Engines together: which are up, how much each may take, and which one takes the next sample.
+
+May import engine, wire, types, config and errors.
+"""

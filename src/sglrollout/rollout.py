@@ -1,0 +1,376 @@
+"""AsyncRolloutEngine: composes pool, dispatcher and generation; little logic of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+
+from sglrollout.concurrency import in_parallel, unwrapped
+from sglrollout.config import RolloutConfig, Sampling
+from sglrollout.engine.launch import build_engines
+from sglrollout.engine.protocol import Engine
+from sglrollout.errors import ConfigError, LifecycleError
+from sglrollout.generation.batch import BatchOptions, GroupStream, OnError, Ready
+from sglrollout.generation.sampler import Sampler
+from sglrollout.generation.stream import Stream
+from sglrollout.observe import progress as _progress
+from sglrollout.pool.pool import Member, Pool
+from sglrollout.text import Tokenizer
+from sglrollout.types import Group, Prompt
+from sglrollout.wire.messages import EngineInfo, Load
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine, now.
+
+    Attributes:
+        name: for example ``engine-0``.
+        state: ``starting``, ``ready`` or ``dead``.
+        num_inflight: samples this pool has in it.
+        limit: samples it may have at once.
+        info: what it said of itself when it came up.
+        load: what it last said of its load.
+    """
+
+    name: str
+    state: str
+    num_inflight: int
+    limit: int
+    info: EngineInfo | None
+    load: Load | None
+
+
+class AsyncRolloutEngine:
+    """A pool of SGLang engines in this machine's GPUs (or on its CPU), driven from one event loop.
+
+    ``async with`` starts it and ends it with everything it started. In a notebook, ``await rollout.start()`` and
+    ``await rollout.close()`` may stand in different cells.
+
+    Args:
+        model: path or Hub id; or give a whole ``config``.
+        config: every option, as an object; see :class:`RolloutConfig`.
+        **options: options of :class:`RolloutConfig` by name.
+
+    Raises:
+        ConfigError: an option is wrong. Nothing was started.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        config: RolloutConfig | None = None,
+        engines: Sequence[Engine] | None = None,
+        **options: Any,
+    ) -> None:
+        if config is not None and (model is not None or options):
+            rule = "holds every option, so none may be given beside it: use config.replace(...)"
+            raise ConfigError("config", sorted({"model", *options} if model is not None else options), rule)
+        if config is None:
+            if model is not None:
+                options["model"] = model
+            config = RolloutConfig(**options)
+        self.config = config
+        self._given_engines = engines
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._runner: asyncio.Task[None] | None = None
+        self._pool: Pool | None = None
+        self._ready: Ready | None = None
+        self._settled = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._failure: Exception | None = None
+
+    @classmethod
+    def from_file(cls, path: str | Path, **overrides: Any) -> Self:
+        """With the options of a YAML, TOML or JSON file.
+
+        Raises:
+            ConfigError: the file or an option in it is wrong.
+        """
+        return cls(config=RolloutConfig.from_file(path, **overrides))
+
+    # ------------------------------------------------------------ life
+
+    async def start(self, wait: bool = True) -> Self:
+        """Check the options against this machine, then start all engines in parallel.
+
+        Args:
+            wait: ``False`` returns at once, while engines load; the first call that needs them waits for them. Use it
+                to load the trainer meanwhile.
+
+        Raises:
+            UnsupportedVersionError, ConfigError, PlacementError: nothing was started.
+            EngineStartError: an engine failed to start; the others were ended.
+            LifecycleError: it was started before.
+        """
+        if self._runner is not None:
+            raise LifecycleError("this rollout was started already; make a new one to start again")
+        self._loop = asyncio.get_running_loop()
+        self._runner = self._loop.create_task(self._run(), name="sglrollout")
+        if wait:
+            try:
+                await self._until_ready()
+            except BaseException:
+                await self.close()
+                raise
+        return self
+
+    async def close(self) -> None:
+        """End all engines and free what they held. What still runs is aborted. Safe to call twice."""
+        self._check_process()
+        if self._runner is None:
+            return
+        if not self._runner.done():
+            self._check_loop()
+            self._stop.set()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([self._runner])
+        if not self._runner.cancelled():
+            self._runner.result()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _run(self) -> None:
+        """The one task that owns the pool, from start to end, whoever calls start and close."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._cancel_on_stop, tasks)
+                await self._serve(tasks)
+        except Exception as error:
+            self._failure = unwrapped(error)
+        finally:
+            self._ready = None
+            self._failure = self._failure or LifecycleError("this rollout is closed")
+            self._settled.set()
+
+    async def _cancel_on_stop(self, tasks: TaskGroup) -> None:
+        await self._stop.wait()
+        tasks.cancel_scope.cancel()
+
+    async def _serve(self, tasks: TaskGroup) -> None:
+        engines = self._given_engines
+        if engines is None:
+            engines = tuple(await anyio.to_thread.run_sync(build_engines, self.config))
+        pool = self._pool = Pool(engines, self.config.max_inflight, self.config.max_queued)
+        try:
+            tokenizer = await self._bring_up(pool, tasks)
+            info = pool.members[0].engine.info
+            assert info is not None
+            self._ready = Ready(Sampler(pool, tokenizer, info), tasks)
+            self._settled.set()
+            await anyio.sleep_forever()
+        finally:
+            self._ready = None
+            pool.dispatcher.close(LifecycleError("this rollout is closed"))
+            with anyio.CancelScope(shield=True):
+                await pool.close()
+
+    async def _bring_up(self, pool: Pool, tasks: TaskGroup) -> Tokenizer | None:
+        """Start engines, and load the tokenizer beside them."""
+        loaded: list[Tokenizer] = []
+
+        async def load_tokenizer() -> None:
+            config = self.config
+            path = config.tokenizer or config.model
+            loaded.append(await anyio.to_thread.run_sync(Tokenizer, path, config.revision, config.trust_remote_code))
+
+        async with _progress.starting(pool, _progress.wanted(self.config.progress)), anyio.create_task_group() as both:
+            if not self.config.engine_args.get("skip_tokenizer_init"):
+                both.start_soon(load_tokenizer)
+            await pool.start(tasks)
+        return loaded[0] if loaded else None
+
+    async def _until_ready(self) -> Ready:
+        self._check_process()
+        if self._runner is None:
+            raise LifecycleError('this rollout is not started: use "async with", or await start()')
+        self._check_loop()
+        await self._settled.wait()
+        if self._ready is None:
+            assert self._failure is not None
+            raise self._failure
+        return self._ready
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise LifecycleError("this rollout was started on another event loop, and can be used on that one alone")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise LifecycleError("this rollout belongs to the process that made it, and this is a fork of that")
+
+    # ------------------------------------------------------------ generation
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        chunk_tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Stream:
+        """One completion, as it is sampled: ``async for chunk in rollout.stream("...")``.
+
+        Args:
+            prompt: a text, token ids, or chat messages (rendered by the model's chat template).
+            sampling: default: ``Sampling()``.
+            chunk_tokens: tokens per chunk at most; 1 gives every token by itself. Default: the config's.
+            timeout_s: for the whole, the wait for a slot included. Default: the config's.
+        """
+        if chunk_tokens is not None and (type(chunk_tokens) is not int or not 1 <= chunk_tokens <= 1024):
+            raise ConfigError("chunk_tokens", chunk_tokens, "must be an integer from 1 to 1024")
+        chunk_tokens = self.config.chunk_tokens if chunk_tokens is None else chunk_tokens
+        return Stream(self._sampler, prompt, _sampling(sampling), chunk_tokens, self._timeout(timeout_s))
+
+    async def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        on_error: OnError = "raise",
+        timeout_s: float | None = None,
+        progress: bool | None = None,
+    ) -> list[Group]:
+        """Sample ``n`` completions of every prompt.
+
+        Args:
+            prompts: texts, token id lists or chat message lists; one text alone is one prompt.
+            n: samples per prompt. They go to one engine, unless that is overloaded.
+            sampling: default: ``Sampling()``.
+            on_error: ``raise`` ends the call at the first sample that failed; ``return`` gives such samples with
+                ``finish_reason="error"`` and their ``error``.
+            timeout_s: per sample, its wait for a slot included. Default: the config's.
+            progress: show a bar. Default: the config's.
+
+        Returns:
+            a group per prompt, in the order of the prompts.
+
+        Raises:
+            ConfigError: a prompt or option is wrong; nothing was started.
+            EngineRequestError, EngineDiedError, RequestTimeoutError: with ``on_error="raise"``.
+        """
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, Sequence):
+            raise ConfigError("prompts", type(prompts).__name__, "must be a list; as_completed takes any iterable")
+        options = self._options(n, sampling, on_error, timeout_s)
+        show = _progress.wanted(self.config.progress if progress is None else progress)
+        with _progress.generating(len(prompts) * n, show) as bar:
+            options = options._replace(on_sample=bar.advance)
+            async with GroupStream(self._until_ready, prompts, options) as groups:
+                return sorted([group async for group in groups], key=lambda group: group.index)
+
+    def as_completed(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        on_error: OnError = "raise",
+        timeout_s: float | None = None,
+    ) -> GroupStream:
+        """Groups in the order in which they complete: ``async for group in rollout.as_completed(prompts, n=8)``.
+
+        Prompts may be any iterable, also an endless or an async one: it is read as slots become free, and no further
+        ahead of the loop than the engines need to stay busy. Arguments and errors are those of :meth:`generate`; a
+        prompt that is wrong in a plain iterable ends the loop when it is reached.
+        """
+        if isinstance(prompts, str):
+            raise ConfigError("prompts", prompts, "must be an iterable of prompts; put a single one into a list")
+        if not isinstance(prompts, (Iterable, AsyncIterable)):
+            raise ConfigError("prompts", prompts, "must be an iterable of prompts")
+        options = self._options(n, sampling, on_error, timeout_s)
+        return GroupStream(self._until_ready, prompts, options._replace(bounded=True))
+
+    async def _sampler(self) -> Sampler:
+        return (await self._until_ready()).sampler
+
+    def _options(self, n: int, sampling: Sampling | None, on_error: OnError, timeout_s: float | None) -> BatchOptions:
+        if type(n) is not int or n < 1:
+            raise ConfigError("n", n, "must be an integer of at least 1")
+        if on_error not in ("raise", "return"):
+            raise ConfigError("on_error", on_error, 'must be "raise" or "return"')
+        return BatchOptions(_sampling(sampling), n, self._timeout(timeout_s), on_error)
+
+    def _timeout(self, timeout_s: float | None) -> float | None:
+        if timeout_s is None:
+            return self.config.request_timeout_s
+        if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool) or not timeout_s > 0:
+            raise ConfigError("timeout_s", timeout_s, "must be a number of seconds greater than 0")
+        return float(timeout_s)
+
+    # ------------------------------------------------------------ the pool
+
+    async def flush_cache(self) -> None:
+        """Empty the prefix cache of every engine.
+
+        Raises:
+            EngineRequestError: an engine refused, which it does while requests run in it.
+        """
+        await self._until_ready()
+        await in_parallel(partial(member.engine.command, "flush_cache") for member in self._members if member.ready)
+
+    @property
+    def _members(self) -> list[Member]:
+        return self._pool.members if self._pool is not None else []
+
+    @property
+    def engines(self) -> tuple[EngineStatus, ...]:
+        """Every engine's state now; empty before :meth:`start`."""
+        return tuple(
+            EngineStatus(
+                name=member.name,
+                state=member.state.value,
+                num_inflight=self._pool.dispatcher.num_inflight(member) if self._pool is not None else 0,
+                limit=member.limit,
+                info=member.engine.info,
+                load=member.engine.load,
+            )
+            for member in self._members
+        )
+
+    @property
+    def num_queued(self) -> int:
+        """Callers that wait for a slot."""
+        return self._pool.dispatcher.num_queued if self._pool is not None else 0
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that engines sample with; 0 until the first sync."""
+        return max((member.engine.info.weight_version for member in self._members if member.engine.info), default=0)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers loaded it.
+
+        Raises:
+            LifecycleError: not started yet, or there is none (``skip_tokenizer_init``).
+        """
+        if self._ready is None or self._ready.sampler.tokenizer is None:
+            raise LifecycleError("there is no tokenizer: the rollout is not started, or skip_tokenizer_init is set")
+        return self._ready.sampler.tokenizer.inner
+
+
+def _sampling(sampling: Sampling | None) -> Sampling:
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ConfigError("sampling", sampling, "must be a sglrollout.Sampling")
+    return sampling or Sampling()

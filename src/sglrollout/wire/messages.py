@@ -1,0 +1,165 @@
+"""Every message between an :class:`EngineClient` and its :class:`EngineHost`.
+
+Messages are msgspec structs in msgpack, tagged maps; the parts that repeat inside one are arrays on the wire (field
+names are not sent). ``PROTOCOL`` goes up with every change here; both ends refuse another number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+PROTOCOL = 1
+
+
+# ---------------------------------------------------------------- both ways
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """The first message in each direction."""
+
+    protocol: int
+    pid: int
+    library_version: str
+
+
+# ---------------------------------------------------------------- client to host
+
+
+class Launch(msgspec.Struct, tag="launch"):
+    """Build the engine. ``engine_args`` are arguments of SGLang's ``ServerArgs``, already in its names.
+
+    ``cpu_cores`` is empty on a GPU; on a CPU it lists the cores this engine may use.
+    """
+
+    engine: str
+    engine_args: dict[str, Any]
+    fast_outputs: bool
+    cpu_cores: list[int]
+    scratch_dir: str
+
+
+class Generate(msgspec.Struct, tag="generate"):
+    """Start one sample. ``sampling`` holds our names and only what differs from the defaults.
+
+    ``chunk_tokens`` 0 means: nothing until it is finished is needed (the host may still send parts).
+    """
+
+    request_id: int
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+    chunk_tokens: int
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """End these requests; each is still answered by a last :class:`Output`."""
+
+    request_ids: list[int]
+
+
+class Command(msgspec.Struct, tag="command"):
+    """Run a control method of the host; answered by a :class:`Reply` with the same ``command_id``."""
+
+    command_id: int
+    name: Literal["flush_cache", "load"]
+    arguments: dict[str, Any] = {}
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """End the engine and every process and file it made, then close the channel."""
+
+
+ToHost: TypeAlias = Hello | Launch | Generate | Abort | Command | Stop
+
+
+# ---------------------------------------------------------------- host to client
+
+
+class EngineInfo(msgspec.Struct, tag="ready", frozen=True):
+    """The engine is up. Lengths are in tokens."""
+
+    sglang_version: str
+    pid: int
+    child_pids: list[int]
+    context_length: int
+    max_prompt_tokens: int
+    vocab_size: int
+    max_running_requests: int
+    max_total_tokens: int
+    eos_token_ids: list[int]
+    fast_outputs: bool
+    deterministic: bool
+    has_tokenizer: bool
+    memory_saver: bool
+    lora: bool
+    weight_version: int
+    start_s: float
+    warnings: list[str] = []
+
+
+class LaunchFailed(msgspec.Struct, tag="launch_failed"):
+    """The engine did not come up."""
+
+    reason: str
+
+
+class Finish(msgspec.Struct, array_like=True):
+    """How a request ended. ``reason`` is stop, length, abort or error."""
+
+    reason: str
+    stop_match: str | int | None = None
+    message: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Output(msgspec.Struct, array_like=True):
+    """New tokens of one request, and its end if it ended.
+
+    ``logprobs`` has as many entries as ``token_ids``, or is ``None`` when they were not asked for.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[float] | None
+    finish: Finish | None = None
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    """What one engine step produced, for all its requests. ``weight_version`` is that of this step's tokens."""
+
+    weight_version: int
+    outputs: list[Output]
+
+
+class Load(msgspec.Struct, tag="load", frozen=True):
+    """The engine's own account of its load. ``kv_usage`` and ``cache_hit_rate`` are fractions in [0, 1].
+
+    ``num_inflight`` counts the requests the host has given to SGLang and not answered, ``num_running`` and
+    ``num_waiting`` are the scheduler's (a snapshot it publishes every few steps).
+    """
+
+    num_inflight: int
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    cache_hit_rate: float
+    tokens_per_s: float
+
+
+class Reply(msgspec.Struct, tag="reply"):
+    """Answer to a :class:`Command`: ``error`` is empty when it succeeded."""
+
+    command_id: int
+    error: str = ""
+    value: dict[str, Any] = {}
+
+
+class Died(msgspec.Struct, tag="died"):
+    """A process of the engine ended, or the host cannot go on. The channel closes after this."""
+
+    reason: str
+
+
+FromHost: TypeAlias = Hello | EngineInfo | LaunchFailed | Outputs | Load | Reply | Died
