@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,6 @@ def _json(text: str) -> Any:
 
 
 def _toml(text: str) -> Any:
-    if sys.version_info < (3, 11):
-        raise ValueError("must be YAML or JSON before Python 3.11, which cannot read TOML")
     import tomllib
 
     try:

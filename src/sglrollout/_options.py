@@ -8,12 +8,11 @@ import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from typing_extensions import Self
 
 from sglrollout._files import read_mapping
 from sglrollout.errors import ConfigError

@@ -119,9 +119,9 @@ class RolloutEngine:
         """Groups in the order in which they complete. ``prompts`` is read on the rollout's own thread."""
         return self._iterate(self._rollout.as_completed(prompts, n, sampling, on_error=on_error, timeout_s=timeout_s))
 
-    def flush_cache(self) -> None:
-        """Empty the prefix cache of every engine."""
-        self._call(self._rollout.flush_cache)
+    def flush_cache(self, timeout_s: float = 5.0) -> None:
+        """Empty the prefix cache of every engine, once nothing runs in it, within ``timeout_s``."""
+        self._call(self._rollout.flush_cache, timeout_s)
 
     @property
     def engines(self) -> tuple[EngineStatus, ...]:

@@ -7,11 +7,11 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
-from typing_extensions import Self
 
 from sglrollout._engine_args import OPTION_FOR, check_engine_args, refuse_taken
 from sglrollout._options import Options
@@ -73,6 +73,10 @@ class Sampling(Options, frozen=True):
 
     def wire(self) -> dict[str, Any]:
         """The non-default options as plain data that msgpack can carry; ``Sampling(**wire)`` gives the same back."""
+        return dict(self._plain)
+
+    @cached_property
+    def _plain(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in self.non_defaults().items()}
 
     @field_validator("stop", mode="before")

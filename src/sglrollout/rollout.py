@@ -179,7 +179,8 @@ class AsyncRolloutEngine:
             await anyio.sleep_forever()
         finally:
             self._ready = None
-            pool.dispatcher.close(LifecycleError("this rollout is closed"))
+            self._failure = LifecycleError("this rollout is closed")  # for calls that come while engines end
+            pool.dispatcher.close(self._failure)
             with anyio.CancelScope(shield=True):
                 await pool.close()
 
@@ -320,14 +321,21 @@ class AsyncRolloutEngine:
 
     # ------------------------------------------------------------ the pool
 
-    async def flush_cache(self) -> None:
+    async def flush_cache(self, timeout_s: float = 5.0) -> None:
         """Empty the prefix cache of every engine.
 
+        Args:
+            timeout_s: how long to wait for running requests to end; nothing is aborted.
+
         Raises:
-            EngineRequestError: an engine refused, which it does while requests run in it.
+            EngineRequestError: requests still run in an engine.
         """
         await self._until_ready()
-        await in_parallel(partial(member.engine.command, "flush_cache") for member in self._members if member.ready)
+        await in_parallel(
+            partial(member.engine.command, "flush_cache", timeout_s=timeout_s)
+            for member in self._members
+            if member.ready
+        )
 
     @property
     def _members(self) -> list[Member]:

@@ -1,6 +1,6 @@
 """Between text and token ids: the tokenizer, chat templates, and text that becomes final while tokens stream.
 
-May import types and errors.
+May import types, errors and the CPU support.
 """
 
 from __future__ import annotations

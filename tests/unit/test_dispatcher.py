@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -75,6 +76,20 @@ async def test_a_newcomer_does_not_overtake_a_waiter_that_was_just_served() -> N
     waiter.result().release()
     await settle(newcomer)
     assert newcomer.done()
+
+
+async def test_a_newcomer_does_not_overtake_waiters_when_there_is_room_for_both() -> None:
+    target = Target(limit=1)
+    dispatcher = Dispatcher([target])
+    await dispatcher.acquire()
+    waiter = await waiting(dispatcher)
+    target.limit = 2  # and wake() is not called yet
+    newcomer = await waiting(dispatcher)
+    dispatcher.wake()
+    await settle(waiter)
+    assert waiter.done()
+    newcomer.cancel()
+    await settle(newcomer)
 
 
 async def test_a_sample_goes_to_the_engine_with_the_smallest_share_of_its_limit_in_use() -> None:
@@ -363,11 +378,8 @@ class Schedule:
         scope = anyio.CancelScope()
 
         async def caller() -> None:
-            with scope:
-                try:
-                    self.held.append(await self.dispatcher.acquire(number or None, deadline))
-                except (QueueFullError, RequestTimeoutError):
-                    pass
+            with scope, contextlib.suppress(QueueFullError, RequestTimeoutError):
+                self.held.append(await self.dispatcher.acquire(number or None, deadline))
 
         self.callers.append((asyncio.ensure_future(caller()), scope))
 

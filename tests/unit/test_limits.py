@@ -100,7 +100,13 @@ async def test_auto_does_not_grow_while_the_cache_is_nearly_full() -> None:
 
 
 REPORTS = st.builds(
-    Load, st.integers(0, 300), st.integers(0, 300), st.integers(0, 300), st.floats(0, 1), st.floats(0, 1), st.floats(0, 9)
+    Load,
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.floats(0, 9),
 )
 
 

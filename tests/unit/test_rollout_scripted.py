@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -66,7 +68,10 @@ async def test_a_stream_comes_in_chunks_of_the_asked_for_size(chunk_tokens: int)
 
 async def test_chunk_tokens_comes_from_the_config_by_default() -> None:
     async with rollout_of(chunk_tokens=5) as rollout:
-        sizes = [len(chunk.token_ids) async for chunk in rollout.stream(PROMPT, sr.Sampling(max_new_tokens=12, ignore_eos=True))]
+        sizes = [
+            len(chunk.token_ids)
+            async for chunk in rollout.stream(PROMPT, sr.Sampling(max_new_tokens=12, ignore_eos=True))
+        ]
     assert sizes == [5, 5, 2]
 
 
@@ -86,8 +91,8 @@ async def test_every_logprob_stays_with_its_token() -> None:
         stream = rollout.stream(PROMPT, sr.Sampling(max_new_tokens=30), chunk_tokens=7)
         chunks = [chunk async for chunk in stream]
         groups = await rollout.generate([PROMPT, [9]], n=3, sampling=sr.Sampling(max_new_tokens=30))
-    completions = [stream.completion, *(completion for group in groups for completion in group.completions)]
-    for part in [*chunks, *completions]:
+    parts: list[sr.Chunk | sr.Completion] = [*chunks, stream.completion, *groups[0].completions, *groups[1].completions]
+    for part in parts:
         assert part.logprobs == tuple(-float(token) for token in part.token_ids)
 
 
@@ -157,10 +162,8 @@ async def test_an_exception_in_the_loop_aborts_the_request() -> None:
             async for _ in rollout.stream(PROMPT, LONG, chunk_tokens=1):
                 raise ZeroDivisionError
 
-        try:
+        with suppress(ZeroDivisionError):  # its traceback holds the frames that hold the stream, and goes here
             await user_code()
-        except ZeroDivisionError:
-            pass  # and its traceback, which holds the frames that hold the stream, goes
         await until(lambda: is_idle(rollout, engine))
         assert len(engine.aborted) == 1
 
@@ -237,14 +240,31 @@ async def test_a_stream_dropped_in_a_reference_cycle_is_aborted_when_it_is_colle
         assert is_idle(rollout, engine)
 
 
-async def test_a_stream_collected_on_another_thread_is_aborted_on_its_loop() -> None:
-    engine = ScriptedEngine()
+async def test_a_stream_collected_on_another_thread_is_aborted_on_its_loop_at_once() -> None:
+    aborted_s: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+    dropped_s = []
+
+    class Noting(ScriptedEngine):
+        def abort(self, request: Request) -> None:
+            super().abort(request)
+            aborted_s.set_result(time.monotonic())
+
+    engine = Noting()
     async with rollout_of(engine) as rollout:
         streams = [rollout.stream(PROMPT, LONG)]
         await anext(streams[0])
-        await asyncio.to_thread(streams.clear)
-        await until(lambda: is_idle(rollout, engine))
-        assert len(engine.aborted) == 1
+        engine.hang = True  # so that the loop sleeps, and has to be woken
+
+        def drop() -> None:
+            time.sleep(0.05)
+            dropped_s.append(time.monotonic())
+            streams.clear()
+
+        thread = threading.Thread(target=drop)
+        thread.start()
+        assert await asyncio.wait_for(aborted_s, 5) - dropped_s[0] < 2
+        thread.join()
+        assert is_idle(rollout, engine)
 
 
 async def test_a_stream_that_was_never_begun_holds_nothing() -> None:
@@ -303,6 +323,22 @@ async def test_a_seed_gives_sample_i_seed_plus_i() -> None:
     assert [request.sampling["seed"] for request in engine.submitted] == [7, 8, 9]
 
 
+async def test_sampling_options_reach_the_engine_as_plain_data_and_only_where_they_differ() -> None:
+    engine = ScriptedEngine()
+    sampling = sr.Sampling(temperature=0.5, top_k=3, stop_token_ids=[7], logit_bias={5: -1.0}, max_new_tokens=4)
+    async with rollout_of(engine) as rollout:
+        await rollout.generate([PROMPT, PROMPT], sampling=sampling)
+    expected = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "stop_token_ids": [7],
+        "logit_bias": {5: -1.0},
+        "max_new_tokens": 4,
+    }
+    assert [request.sampling for request in engine.submitted] == [expected] * 2
+    assert engine.submitted[0].sampling is not engine.submitted[1].sampling
+
+
 async def test_no_prompts_are_no_groups() -> None:
     async with rollout_of() as rollout:
         assert await rollout.generate([]) == []
@@ -337,7 +373,7 @@ async def test_several_calls_at_once_share_the_slots_fairly() -> None:
         long = asyncio.ensure_future(rollout.generate([[i] for i in range(400)], sampling=SHORT))
         await until(lambda: len(engine.submitted) > 20)
         before = len(engine.submitted)
-        await rollout.generate([[7]], sampling=SHORT)
+        assert len([chunk async for chunk in rollout.stream([7], SHORT)]) == 1
         assert len(engine.submitted) - before < 20  # it did not wait for the whole other call
         await long
 
@@ -397,13 +433,15 @@ async def test_a_streams_failure_is_raised_from_its_loop_and_frees_the_slot() ->
 
 async def test_tokens_that_came_before_a_death_are_streamed_before_its_error() -> None:
     engine = ScriptedEngine(script=counting, die_after=10)
-    async with rollout_of(engine, ScriptedEngine("engine-1", start_s=0)) as rollout:
-        tokens: list[int] = []
+    async with rollout_of(engine, ScriptedEngine("engine-1")) as rollout:
+        stream = rollout.stream(PROMPT, LONG, chunk_tokens=1)
+        chunks = [await anext(stream) for _ in range(10)]
         with pytest.raises(sr.EngineDiedError, match="engine-0"):
-            async for chunk in rollout.stream(PROMPT, LONG, chunk_tokens=1):
-                tokens += chunk.token_ids
-                assert chunk.finish_reason is None
-        assert tokens == list(range(10))
+            await anext(stream)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(range(10))
+    assert {chunk.finish_reason for chunk in chunks} == {None}
 
 
 async def test_when_one_engine_dies_its_samples_are_data_and_the_others_finish() -> None:
@@ -640,18 +678,20 @@ async def test_an_exception_of_async_prompts_ends_the_loop_as_it_is() -> None:
 
 
 async def test_a_wrong_prompt_of_an_iterable_ends_the_loop_where_it_is_reached() -> None:
+    prompts: list[Any] = [[1], [2], ["x"]]
     async with rollout_of() as rollout:
         with pytest.raises(sr.ConfigError) as caught:
-            async for _ in rollout.as_completed(iter([[1], [2], ["x"]])):
+            async for _ in rollout.as_completed(iter(prompts)):
                 pass
         assert caught.value.field == "prompts[2]"
 
 
 async def test_a_wrong_prompt_of_a_list_starts_nothing() -> None:
     engine = ScriptedEngine()
+    prompts: list[Any] = [[1], [2], ["x"]]
     async with rollout_of(engine) as rollout:
         with pytest.raises(sr.ConfigError):
-            await rollout.generate([[1], [2], ["x"]])
+            await rollout.generate(prompts)
     assert engine.submitted == []
 
 
@@ -679,7 +719,9 @@ async def test_async_prompts_that_are_left_run_their_cleanup() -> None:
 async def test_a_completion_knows_the_version_of_every_token_across_a_change() -> None:
     engine = ScriptedEngine(weight_version=3)
     async with rollout_of(engine) as rollout:
-        task = asyncio.ensure_future(rollout.generate([PROMPT, [9]], sampling=sr.Sampling(max_new_tokens=60, ignore_eos=True)))
+        task = asyncio.ensure_future(
+            rollout.generate([PROMPT, [9]], sampling=sr.Sampling(max_new_tokens=60, ignore_eos=True))
+        )
         await until(lambda: engine.num_tokens >= 40)
         engine.weight_version = 4
         assert rollout.weight_version == 4
@@ -812,6 +854,22 @@ async def test_closing_while_generating_is_a_lifecycle_error(on_error: Any, afte
     assert isinstance(call.exception(), sr.LifecycleError)
 
 
+async def test_a_call_that_comes_while_engines_end_is_a_lifecycle_error() -> None:
+    class SlowToEnd(ScriptedEngine):
+        async def close(self) -> None:
+            await super().close()
+            await asyncio.sleep(0.05)
+
+    rollout = await rollout_of(SlowToEnd()).start()
+    closing = asyncio.ensure_future(rollout.close())
+    await turns()
+    assert not closing.done()
+    for call in (rollout.generate([PROMPT]), anext(rollout.stream(PROMPT)), rollout.flush_cache()):
+        with pytest.raises(sr.LifecycleError, match="closed"):
+            await call
+    await closing
+
+
 async def test_closing_while_prompts_are_being_checked_is_a_lifecycle_error() -> None:
     class SlowPrompt(list[int]):
         def __iter__(self) -> Iterator[int]:
@@ -853,10 +911,14 @@ async def test_closing_while_a_stream_waits_for_a_slot_or_a_token_is_a_lifecycle
 
 async def test_the_rollout_ends_when_the_loop_ends_with_an_exception() -> None:
     engine = ScriptedEngine()
-    with pytest.raises(ZeroDivisionError):
+
+    async def user_code() -> None:
         async with rollout_of(engine) as rollout:
             await anext(rollout.stream(PROMPT, LONG))
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await user_code()
     assert engine.stage == "closed"
 
 
@@ -929,15 +991,14 @@ async def test_flush_cache_reaches_every_living_engine() -> None:
 
 async def test_the_state_of_every_engine_can_be_read() -> None:
     engines = [ScriptedEngine("engine-0", max_running=7), ScriptedEngine("engine-1", max_running=9)]
-    async with rollout_of(*engines) as rollout:
-        async with rollout.stream(PROMPT, LONG) as stream:
-            await anext(stream)
-            await turns(2)
-            first, second = rollout.engines
-            assert (first.name, first.state, first.num_inflight, first.limit) == ("engine-0", "ready", 1, 7)
-            assert (second.name, second.state, second.num_inflight, second.limit) == ("engine-1", "ready", 0, 9)
-            assert first.load is not None
-            assert first.load.num_running == 1
+    async with rollout_of(*engines) as rollout, rollout.stream(PROMPT, LONG) as stream:
+        await anext(stream)
+        await turns(2)
+        first, second = rollout.engines
+        assert (first.name, first.state, first.num_inflight, first.limit) == ("engine-0", "ready", 1, 7)
+        assert (second.name, second.state, second.num_inflight, second.limit) == ("engine-1", "ready", 0, 9)
+        assert first.load is not None
+        assert first.load.num_running == 1
 
 
 BAD_CALLS: list[tuple[Any, str]] = [

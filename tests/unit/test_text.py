@@ -67,7 +67,9 @@ SIZES = st.lists(st.integers(0, 8), max_size=20)
 @example(encode("日本語 👩‍🚀 é"), [1])
 @example([0xE6, 0x97], [1])
 @example([0xFF, 0x61, 0xE6, 0x28, 0xF0, 0x9F], [1])
-def test_the_texts_of_all_chunks_are_the_final_text_however_tokens_are_split(tokens: list[int], sizes: list[int]) -> None:
+def test_the_texts_of_all_chunks_are_the_final_text_however_tokens_are_split(
+    tokens: list[int], sizes: list[int]
+) -> None:
     final = decode(tokens)
     assert "".join(texts(split(tokens, sizes), final)) == final
 
@@ -90,7 +92,9 @@ def stopped(tokens: Sequence[int], stop: Sequence[str]) -> tuple[list[int], str]
     return None
 
 
-@given(TOKENS, SIZES, st.lists(st.sampled_from(["STOP", "OP", "<end>", "o w", "lo", "語日", "STOPS", "aa"]), max_size=3))
+@given(
+    TOKENS, SIZES, st.lists(st.sampled_from(["STOP", "OP", "<end>", "o w", "lo", "語日", "STOPS", "aa"]), max_size=3)
+)
 @example([*encode("a STO"), 264], [1], ["STOPS", "STOP"])
 @example([*encode("x"), 264, 265, *encode("P")], [1], ["STOP"])
 @example([*encode("x S"), *encode("TO"), *encode("P")], [2], ["STOP"])
@@ -229,9 +233,9 @@ def completion(tokens: Sequence[int], stop_match: str | int | None = None) -> Co
         (encode("hello"), None, "hello"),
         (encode("a STOP"), "STOP", "a "),
         (encode("a STOPping"), "STOP", "a "),
-        (encode("ab") + [7], 7, "ab"),
+        ([*encode("ab"), 7], 7, "ab"),
         (encode("ab"), 7, "ab"),
-        ([7] + encode("ab"), 7, "\x07ab"),
+        ([7, *encode("ab")], 7, "\x07ab"),
         ([], 7, ""),
         ([], None, ""),
         (encode("cut off"), "never there", "cut off"),
@@ -252,11 +256,13 @@ def test_special_tokens_are_left_out_of_text_or_kept(tokenizer: Tokenizer) -> No
 def test_prompts_are_texts_token_ids_or_chat_messages(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("hi") == encode("hi")
     assert tokenizer.encode([5, 6]) == [5, 6]
-    assert tokenizer.encode([{"role": "user", "content": "hi"}]) == encode("user: hi\n")
+    messages: list[Message] = [{"role": "user", "content": "hi"}]
+    assert tokenizer.encode(messages) == encode("user: hi\n")
 
 
 @pytest.mark.parametrize(
-    ("message", "rule"), [({"content": "no role"}, 'each with a "role"'), ({"role": "robot", "content": ""}, "unknown role")]
+    ("message", "rule"),
+    [({"content": "no role"}, 'each with a "role"'), ({"role": "robot", "content": ""}, "unknown role")],
 )
 def test_messages_that_do_not_fit_the_template_are_a_config_error(
     tokenizer: Tokenizer, message: Message, rule: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -237,7 +238,8 @@ class EngineClient:
         self._channel.send(
             Generate(request.request_id, list(request.prompt_ids), request.sampling, request.chunk_tokens)
         )
-        await self._channel.drain()
+        with contextlib.suppress(ChannelError):  # run() finds the channel closed too, and fails all requests with why
+            await self._channel.drain()
 
     def abort(self, request: Request) -> None:
         if self._requests.pop(request.request_id, None) is not None and self._channel is not None:

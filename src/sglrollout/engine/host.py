@@ -111,9 +111,9 @@ class EngineHost:
         except Exception as error:
             self._channel.send(Reply(command.command_id, error=f"{type(error).__name__}: {error}"))
 
-    async def _on_flush_cache(self) -> dict[str, Any]:
+    async def _on_flush_cache(self, timeout_s: float) -> dict[str, Any]:
         assert self._engine is not None
-        await self._engine.flush_cache()
+        await self._engine.flush_cache(timeout_s)
         return {}
 
     def _emit(self, outputs: Outputs) -> None:

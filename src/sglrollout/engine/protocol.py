@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-
-import anyio
 
 from sglrollout.types import FinishReason, VersionSpan
 from sglrollout.wire.messages import EngineInfo, Finish, Load, Output
@@ -19,7 +18,8 @@ class Request:
     """
 
     __slots__ = (
-        "_changed",
+        "_version_starts",
+        "_waiter",
         "chunk_tokens",
         "created_s",
         "error",
@@ -32,7 +32,6 @@ class Request:
         "queue_s",
         "request_id",
         "sampling",
-        "spans",
         "token_ids",
     )
 
@@ -41,7 +40,7 @@ class Request:
         self.request_id = -1
         self.token_ids: list[int] = []
         self.logprobs: list[float] | None = [] if sampling.get("logprobs", True) else None
-        self.spans: list[VersionSpan] = []
+        self._version_starts: list[tuple[int, int]] = []
         self.finish: Finish | None = None
         self.error: Exception | None = None
         self.on_end: Callable[[Request], None] | None = None
@@ -49,7 +48,7 @@ class Request:
         self.queue_s = 0.0
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
-        self._changed: anyio.Event | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -61,15 +60,30 @@ class Request:
         assert self.finish is not None
         return self.finish.reason  # type: ignore[return-value]
 
+    @property
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """Which weight version each token so far was sampled under."""
+        return tuple(self.span(k) for k in range(len(self._version_starts)))
+
+    def span(self, k: int) -> VersionSpan:
+        """The ``k``-th of :attr:`spans`."""
+        starts = self._version_starts
+        version, start = starts[k]
+        return VersionSpan(version, start, starts[k + 1][1] if k + 1 < len(starts) else len(self.token_ids))
+
     def deliver(self, output: Output, version: int) -> None:
         """Take new tokens, sampled under ``version``, and the end if it came."""
         if self.finish is not None:
             return
         if output.token_ids:
-            self._append(output, version)
+            if not self._version_starts or self._version_starts[-1][0] != version:
+                self._begin_version(version)
+            self.token_ids += output.token_ids
+            if self.logprobs is not None and output.logprobs is not None:
+                self.logprobs += output.logprobs
         if output.finish is not None:
             self.end(output.finish)
-        else:
+        elif self._waiter is not None:
             self._wake()
 
     def end(self, finish: Finish, error: Exception | None = None) -> None:
@@ -83,27 +97,21 @@ class Request:
             self.on_end(self)
 
     async def progress(self) -> None:
-        """Wait for tokens or the end."""
+        """Wait for tokens or the end. One waiter at a time: the loop that streams it."""
         if self.finish is None:
-            self._changed = anyio.Event()
-            await self._changed.wait()
+            # A bare future: an event would cost several times as much, once for every token streamed.
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
-    def _append(self, output: Output, version: int) -> None:
-        start = len(self.token_ids)
+    def _begin_version(self, version: int) -> None:
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
-        self.token_ids += output.token_ids
-        if self.logprobs is not None:
-            self.logprobs += output.logprobs or ()
-        end = len(self.token_ids)
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1] = self.spans[-1]._replace(end=end)
-        else:
-            self.spans.append(VersionSpan(version, start, end))
+        self._version_starts.append((version, len(self.token_ids)))
 
     def _wake(self) -> None:
-        if self._changed is not None:
-            self._changed.set()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 class Engine(Protocol):

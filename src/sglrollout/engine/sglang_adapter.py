@@ -257,13 +257,13 @@ class SGLangEngine:
             tokens_per_s=float(last.gen_throughput),
         )
 
-    async def flush_cache(self) -> None:
-        """Empty the prefix cache.
+    async def flush_cache(self, timeout_s: float) -> None:
+        """Empty the prefix cache, once no request runs, within ``timeout_s``.
 
         Raises:
-            EngineRequestError: SGLang refused, which it does while requests run.
+            EngineRequestError: SGLang refused: requests still run.
         """
-        result = await self._manager.flush_cache()
+        result = await self._manager.flush_cache(timeout_s=timeout_s)
         if not result.success:
             raise EngineRequestError(
                 "engine", f"SGLang did not flush its cache: {result.message or 'requests are running'}"
@@ -330,14 +330,23 @@ def _step_outputs(manager_class: Any, adapter: SGLangEngine) -> Any:
                 adapter._on_failure(f"taking a step's outputs failed: {type(error).__name__}: {error}")
                 raise asyncio.CancelledError from error
 
-        def _forward(self, recv_obj: Any) -> None:
+        def _forward(self, batch: Any) -> None:
             outputs = []
-            for i, rid in enumerate(recv_obj.rids):
-                state = self.rid_to_state.get(rid)
-                if state is not None:
-                    outputs.append(_output(recv_obj, i, rid, state))
-                    if recv_obj.finished_reasons[i] is not None:
-                        self._let_go(rid, state)
+            states, all_ids, reasons = self.rid_to_state, batch.output_ids, batch.finished_reasons
+            values, indices = batch.output_token_logprobs_val, batch.output_token_logprobs_idx
+            for i, rid in enumerate(batch.rids):
+                state = states.get(rid)
+                if state is None:
+                    continue
+                ids, logprobs, finish = list(all_ids[i]), None, None
+                if reasons[i] is not None:
+                    finish = _finish(reasons[i], batch.prompt_tokens[i], batch.cached_tokens[i])
+                    self._let_go(rid, state)
+                if state.obj.return_logprob:
+                    logprobs = list(values[i])
+                    if list(indices[i]) != ids:
+                        ids, logprobs, finish = _paired(ids, logprobs, list(indices[i]), finish)
+                outputs.append(Output(int(rid, 16), ids, logprobs, finish))
             if outputs:
                 adapter._emit(Outputs(adapter.weight_version, outputs))
 
@@ -361,17 +370,16 @@ def _step_outputs(manager_class: Any, adapter: SGLangEngine) -> Any:
     return _StepOutputs
 
 
-def _output(batch: Any, i: int, rid: str, state: Any) -> Output:
-    """Request ``i`` of a scheduler batch; a logprob that is not its token's is an error, never passed on."""
-    ids = list(batch.output_ids[i])
-    finish = _finish(batch.finished_reasons[i], batch.prompt_tokens[i], batch.cached_tokens[i])
-    logprobs = None
-    if state.obj.return_logprob:
-        logprobs = list(batch.output_token_logprobs_val[i])[: len(ids)]
-        if list(batch.output_token_logprobs_idx[i])[: len(ids)] != ids:
-            finish = Finish("error", message="SGLang paired a logprob with another token")
-            ids, logprobs = [], []
-    return Output(int(rid, 16), ids, logprobs, finish)
+def _paired(
+    ids: list[int], logprobs: list[float], indices: list[int], finish: Finish | None
+) -> tuple[list[int], list[float], Finish | None]:
+    """Logprobs that do not match their tokens one to one.
+
+    A surplus at the end belongs to tokens that a stop cut off; anything else is an error, and is never passed on.
+    """
+    if indices[: len(ids)] == ids:
+        return ids, logprobs[: len(ids)], finish
+    return [], [], Finish("error", message="SGLang paired a logprob with another token")
 
 
 class _QuietSignals:

@@ -205,7 +205,7 @@ class Sampler:
             logprobs=None if request.logprobs is None else tuple(request.logprobs),
             finish_reason=request.finish_reason,
             stop_match=finish.stop_match,
-            weight_versions=tuple(request.spans),
+            weight_versions=request.spans,
             cached_tokens=finish.cached_tokens,
             engine=sample.engine,
             timings=Timings(

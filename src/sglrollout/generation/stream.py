@@ -94,14 +94,16 @@ class Stream:
     def _next_chunk(self, sample: Sample) -> Chunk:
         """At most ``chunk_tokens`` of what has arrived, all of one weight version."""
         request, start = sample.request, self._num_taken
-        spans = request.spans
-        while self._span < len(spans) - 1 and spans[self._span].end <= start:
-            self._span += 1
-        version = spans[self._span].version if spans else 0
-        end = min(start + self._chunk_tokens, spans[self._span].end if spans else start)
+        num_tokens, version, end = len(request.token_ids), 0, start
+        if num_tokens > start:
+            span = request.span(self._span)
+            while span.end <= start:
+                self._span += 1
+                span = request.span(self._span)
+            version, end = span.version, min(start + self._chunk_tokens, span.end)
         self._num_taken = end
         reason: FinishReason | None = None
-        if request.ended and end == len(request.token_ids) and request.error is None:
+        if request.ended and end == num_tokens and request.error is None:
             self._over, reason = True, request.finish_reason
         ids = tuple(request.token_ids[start:end])
         logprobs = None if request.logprobs is None else tuple(request.logprobs[start:end])
