@@ -29,13 +29,14 @@ from sglrollout.wire.messages import (
     Abort,
     Command,
     Died,
-    FromHost,
+    EncodedOutputs,
     Generate,
     Hello,
     Launch,
     LaunchFailed,
     Outputs,
     Reply,
+    SentByHost,
     Stop,
     ToHost,
 )
@@ -48,7 +49,7 @@ _ORPHAN_END_S = 3.0
 class EngineHost:
     """Serves one engine over one channel until told to stop, the client goes away, or the engine dies."""
 
-    def __init__(self, channel: Channel[ToHost, FromHost], on_children: Callable[[list[Any]], None]) -> None:
+    def __init__(self, channel: Channel[ToHost, SentByHost], on_children: Callable[[list[Any]], None]) -> None:
         self._channel, self._on_children = channel, on_children
         self._engine: SGLangEngine | None = None
         self._over = anyio.Event()
@@ -62,7 +63,7 @@ class EngineHost:
         if not isinstance(launch, Launch):
             return
         try:
-            self._engine = SGLangEngine(launch, self._emit, self._give_up, self._on_children)
+            self._engine = SGLangEngine(launch, self._emit, self._on_children)
             info = await self._engine.info()
         except BaseException as error:
             self._channel.send(LaunchFailed(f"{type(error).__name__}: {error}"))
@@ -71,6 +72,7 @@ class EngineHost:
         self._channel.send(info)
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self._receive)
+            self._tasks.start_soon(self._engine.forward_steps)
             self._tasks.start_soon(self._report_load)
             self._watch_processes()
             await self._over.wait()
@@ -116,7 +118,7 @@ class EngineHost:
         await self._engine.flush_cache(timeout_s)
         return {}
 
-    def _emit(self, outputs: Outputs) -> None:
+    def _emit(self, outputs: Outputs | EncodedOutputs) -> None:
         self._channel.send(outputs)
 
     async def _report_load(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from sglrollout.engine import cpu_support
+from sglrollout.engine import cpu_support, scheduler_outputs
 
 if cpu_support.is_enabled():
     # At import: unpickling this process's target comes before unpickling its arguments, which imports SGLang.
@@ -23,9 +23,11 @@ SCHEDULER_FAILED = 70
 """Exit code of a scheduler that failed and would have sent SIGQUIT to its parent."""
 
 
-def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Be SGLang's scheduler, without its SIGQUIT."""
+def run_scheduler(*args: Any, steps_to: str | None = None, **kwargs: Any) -> None:
+    """Be SGLang's scheduler, without its SIGQUIT, and with our outputs where ``steps_to`` names the host's socket."""
     _exit_instead_of_sigquit()
+    if steps_to is not None:
+        scheduler_outputs.send_steps_to(steps_to)
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*args, **kwargs)

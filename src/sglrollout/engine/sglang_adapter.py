@@ -1,11 +1,11 @@
-"""The one module that touches SGLang: builds its in-process ``Engine``, feeds it, and takes its outputs.
+"""The host's half of what touches SGLang: builds its in-process ``Engine``, feeds it, and takes its outputs.
 
-Everything whose shape differs between SGLang versions is here. It runs in an engine host, never in the user's code.
+Everything whose shape differs between SGLang versions is here, or in the scheduler's half (``scheduler_main`` and
+``scheduler_outputs``). None of it runs in the user's code.
 
-Outputs are taken a step at a time (:class:`_StepOutputs`): the scheduler's token batches go straight to this process,
-with no detokenizer between, and one overridden method forwards the whole batch. SGLang's own path builds dicts,
-texts and events for every token of every request instead, which makes streaming several times slower. Where that
-method is not there to override, or ``fast_outputs`` is off, the public ``generate_request`` streams are used.
+Outputs are taken a step at a time (:mod:`scheduler_outputs`), past SGLang's tokenizer manager, whose work per token
+makes streaming four times slower than not streaming. Where this SGLang has not what that needs, or ``fast_outputs`` is
+off, the public ``generate_request`` streams are used, with a warning.
 """
 
 from __future__ import annotations
@@ -14,23 +14,28 @@ import asyncio
 import atexit
 import contextlib
 import gc
-import inspect
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from sglrollout.engine import cpu_support
+import msgspec
+import zmq
+import zmq.asyncio
+
+from sglrollout.engine import cpu_support, scheduler_outputs
 from sglrollout.engine.environment import launcher_variables
 from sglrollout.engine.scheduler_main import ignore_sigquit, run_scheduler
+from sglrollout.engine.scheduler_outputs import to_finish
 from sglrollout.engine.scratch import note_file
 from sglrollout.errors import EngineRequestError
-from sglrollout.wire.messages import EngineInfo, Finish, Generate, Launch, Load, Output, Outputs
+from sglrollout.wire.messages import EncodedOutputs, EngineInfo, Finish, Generate, Launch, Load, Output, Outputs
 
-Emit = Callable[[Outputs], None]
+Emit = Callable[[Outputs | EncodedOutputs], None]
 
 _SAMPLING_NAMES = {"seed": "sampling_seed"}
 _NOT_SAMPLING = frozenset({"logprobs", "lora"})
@@ -44,7 +49,6 @@ class SGLangEngine:
     Args:
         launch: what to build.
         emit: called with each step's outputs, on the event loop.
-        on_failure: called with a reason when the engine cannot go on, though its processes live.
         on_children: called with the scheduler processes as soon as they exist, so that a launch can be given up.
     """
 
@@ -52,16 +56,22 @@ class SGLangEngine:
         self,
         launch: Launch,
         emit: Emit,
-        on_failure: Callable[[str], None],
         on_children: Callable[[list[Any]], None] = lambda children: None,
     ) -> None:
         begun = time.monotonic()
         self.weight_version = 0
         self.warnings: list[str] = []
-        self._emit, self._on_failure, self._tasks = emit, on_failure, dict[int, asyncio.Task[None]]()
+        self._emit, self._tasks = emit, dict[int, asyncio.Task[None]]()
         self._processes: list[Any] = []
-        with _process_state_kept(launch.scratch_dir):
-            self._engine, self._fast = self._build(launch, on_children)
+        self._steps: zmq.asyncio.Socket | None = None
+        self._steps_address: str | None = None
+        self._zmq = zmq.asyncio.Context()
+        try:
+            with _process_state_kept(launch.scratch_dir):
+                self._engine, self._fast = self._build(launch, on_children)
+        except BaseException:
+            self._zmq.destroy(linger=0)
+            raise
         self._manager = self._engine.tokenizer_manager
         self._take_over()
         self._info_args = dict(launch.engine_args)
@@ -80,11 +90,16 @@ class SGLangEngine:
         if cpu and launch.engine_args.get("enable_deterministic_inference"):
             _allow_deterministic_on_cpu()
         fast = launch.fast_outputs and self._can_take_steps(Engine, TokenizerManager)
-        manager_class = _step_outputs(TokenizerManager, self) if fast else TokenizerManager
+        manager_class = _letting_go(TokenizerManager, self) if fast else TokenizerManager
+        if fast:
+            self._steps_address = f"ipc://{launch.scratch_dir}/steps"
+            self._steps = self._zmq.socket(zmq.PULL)
+            self._steps.set_hwm(0)
+            self._steps.bind(self._steps_address)
         adapter = self
 
         class HostedEngine(Engine):  # type: ignore[misc]
-            run_scheduler_process_func = staticmethod(run_scheduler)
+            run_scheduler_process_func = staticmethod(partial(run_scheduler, steps_to=adapter._steps_address))
 
             @staticmethod
             def init_tokenizer_manager_func(server_args: Any, port_args: Any) -> Any:
@@ -108,20 +123,19 @@ class SGLangEngine:
         return HostedEngine(**arguments), fast
 
     def _can_take_steps(self, engine_class: Any, manager_class: Any) -> bool:
-        """Whether this SGLang has the methods that :class:`_StepOutputs` overrides, as it knows them."""
-        expected = {
+        """Whether this SGLang has what taking whole steps relies on."""
+        from sglang.srt.managers.scheduler_components import output_streamer
+
+        hooks = {
             engine_class: ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"),
-            manager_class: ("_handle_batch_output", "_handle_abort_req", "generate_request", "abort_request"),
+            manager_class: ("_handle_abort_req", "generate_request", "abort_request"),
         }
-        missing = [name for owner, names in expected.items() for name in names if not hasattr(owner, name)]
-        if not missing and list(inspect.signature(manager_class._handle_batch_output).parameters) == [
-            "self",
-            "recv_obj",
-        ]:
+        missing = [name for owner, names in hooks.items() for name in names if not hasattr(owner, name)]
+        if not missing and scheduler_outputs.can_replace(getattr(output_streamer, "SchedulerOutputStreamer", None)):
             return True
         self.warnings.append(
-            f"this SGLang has no {missing or '_handle_batch_output(recv_obj)'}: outputs take its public path, "
-            "streaming is several times slower"
+            f"this SGLang lacks {missing or 'the output streamer'} as it is known here: outputs take the public path, "
+            "and streaming is several times slower"
         )
         return False
 
@@ -156,6 +170,7 @@ class SGLangEngine:
         sender = getattr(self._engine, "send_to_rpc", None)
         if sender is not None:
             sender.close(linger=0)
+        self._zmq.destroy(linger=0)
         pids = set(self._engine.get_all_child_pids())
         end_processes(self._processes, pids)
 
@@ -213,31 +228,43 @@ class SGLangEngine:
 
     async def _serve(self, request: Generate) -> None:
         """One request's life in SGLang. With step outputs the loop body sees the end only."""
-        sent, end = 0, Finish("error", message="SGLang's stream ended without a finish reason")
+        sent = 0
         try:
             async for out in self._manager.generate_request(_generate_request(request), None):
-                if self._fast:
-                    continue
-                sent, finish = self._emit_public(request, out, sent)
-                end = finish or end
+                if not self._fast:
+                    sent = self._emit_public(request, out, sent)
         except asyncio.CancelledError:
-            end = Finish("abort", message="aborted before the scheduler had it")
-            self._emit(Outputs(self.weight_version, [Output(request.request_id, [], None, end)]))
+            self._emit_end(request.request_id, Finish("abort", message="aborted before the scheduler had it"))
         except Exception as error:
-            end = Finish("error", message=f"{type(error).__name__}: {getattr(error, 'detail', None) or error}")
-            self._emit(Outputs(self.weight_version, [Output(request.request_id, [], None, end)]))
+            message = f"{type(error).__name__}: {getattr(error, 'detail', None) or error}"
+            self._emit_end(request.request_id, Finish("error", message=message))
         finally:
             self._tasks.pop(request.request_id, None)
 
-    def _emit_public(self, request: Generate, out: dict[str, Any], sent: int) -> tuple[int, Finish | None]:
+    async def forward_steps(self) -> None:
+        """Take the scheduler's steps and forward them, for ever."""
+        if self._steps is None:
+            return
+        decode = msgspec.msgpack.Decoder(scheduler_outputs.Step).decode
+        while True:
+            step = decode(await self._steps.recv())
+            for rid in step.ended:
+                self._manager.let_go(rid)
+            self._emit(EncodedOutputs(self.weight_version, step.outputs))
+
+    def _emit_end(self, request_id: int, finish: Finish) -> None:
+        self._emit(Outputs(self.weight_version, [Output(request_id, [], None, finish)]))
+
+    def _emit_public(self, request: Generate, out: dict[str, Any], sent: int) -> int:
         """Forward what is new in one item of a public stream, which repeats all tokens so far."""
         meta, ids = out["meta_info"], out["output_ids"]
         logprobs = None
         if request.sampling.get("logprobs", True):
             logprobs = [value for value, _, _ in meta.get("output_token_logprobs", ())[sent : len(ids)]]
-        finish = _finish(meta.get("finish_reason"), meta.get("prompt_tokens", 0), meta.get("cached_tokens", 0))
+        reason = meta.get("finish_reason")
+        finish = to_finish(reason, meta.get("prompt_tokens", 0), meta.get("cached_tokens", 0)) if reason else None
         self._emit(Outputs(self.weight_version, [Output(request.request_id, list(ids[sent:]), logprobs, finish)]))
-        return len(ids), finish
+        return len(ids)
 
     # ------------------------------------------------------------ control
 
@@ -303,83 +330,30 @@ def _generate_request(request: Generate) -> Any:
     )
 
 
-def _finish(reason: dict[str, Any] | None, prompt_tokens: int = 0, cached_tokens: int = 0) -> Finish | None:
-    """SGLang's finish reason in our words: an abort that carries an error status is an error."""
-    if reason is None:
-        return None
-    kind, message = reason.get("type", "error"), str(reason.get("message") or "")
-    if kind == "abort" and reason.get("status_code"):
-        kind = "error"
-    if kind not in ("stop", "length", "abort", "error"):
-        kind, message = "error", f"unknown finish reason {reason}"
-    return Finish(kind, reason.get("matched"), message, prompt_tokens or 0, cached_tokens or 0)
+def _letting_go(manager_class: Any, adapter: SGLangEngine) -> Any:
+    """A tokenizer manager whose requests end when a step says so, as they do in SGLang's own output handler."""
 
-
-def _step_outputs(manager_class: Any, adapter: SGLangEngine) -> Any:
-    """A tokenizer manager that forwards each scheduler batch whole."""
-
-    class _StepOutputs(manager_class):  # type: ignore[misc]
-        async def _handle_batch_output(self, recv_obj: Any) -> None:
-            if type(recv_obj).__name__ != "BatchTokenIDOutput":
-                await super()._handle_batch_output(recv_obj)
+    class _TokenizerManager(manager_class):  # type: ignore[misc]
+        def let_go(self, rid: str) -> None:
+            """End the request's ``generate_request``."""
+            state = self.rid_to_state.pop(rid, None)
+            if state is None:
                 return
-            try:
-                self._forward(recv_obj)
-            except Exception as error:
-                # SGLang answers an exception here by killing every process of the tree.
-                adapter._on_failure(f"taking a step's outputs failed: {type(error).__name__}: {error}")
-                raise asyncio.CancelledError from error
-
-        def _forward(self, batch: Any) -> None:
-            outputs = []
-            states, all_ids, reasons = self.rid_to_state, batch.output_ids, batch.finished_reasons
-            values, indices = batch.output_token_logprobs_val, batch.output_token_logprobs_idx
-            for i, rid in enumerate(batch.rids):
-                state = states.get(rid)
-                if state is None:
-                    continue
-                ids, logprobs, finish = list(all_ids[i]), None, None
-                if reasons[i] is not None:
-                    finish = _finish(reasons[i], batch.prompt_tokens[i], batch.cached_tokens[i])
-                    self._let_go(rid, state)
-                if state.obj.return_logprob:
-                    logprobs = list(values[i])
-                    if list(indices[i]) != ids:
-                        ids, logprobs, finish = _paired(ids, logprobs, list(indices[i]), finish)
-                outputs.append(Output(int(rid, 16), ids, logprobs, finish))
-            if outputs:
-                adapter._emit(Outputs(adapter.weight_version, outputs))
-
-        def _handle_abort_req(self, recv_obj: Any) -> None:
-            known = recv_obj.rid in self.rid_to_state
-            super()._handle_abort_req(recv_obj)
-            if known and recv_obj.rid not in self.rid_to_state:
-                reason = recv_obj.finished_reason or {"type": "abort", "message": "aborted while it waited"}
-                output = Output(int(recv_obj.rid, 16), [], None, _finish(reason))
-                adapter._emit(Outputs(adapter.weight_version, [output]))
-
-        def _let_go(self, rid: str, state: Any) -> None:
-            """End the request's ``generate_request``, as SGLang's own handler does."""
-            del self.rid_to_state[rid]
             state.finished = True
             state.out_list.append({"meta_info": {}})
             state.event.set()
             if self.enable_lora and state.obj.lora_path:
                 self.asyncio_tasks.add(asyncio.ensure_future(self.lora_registry.release(state.obj.lora_id)))
 
-    return _StepOutputs
+        def _handle_abort_req(self, recv_obj: Any) -> None:
+            """The scheduler dropped a request that it had not run yet; there is no step that would say so."""
+            known = recv_obj.rid in self.rid_to_state
+            super()._handle_abort_req(recv_obj)
+            if known and recv_obj.rid not in self.rid_to_state:
+                reason = recv_obj.finished_reason or {"type": "abort", "message": "aborted while it waited"}
+                adapter._emit_end(int(recv_obj.rid, 16), to_finish(reason))
 
-
-def _paired(
-    ids: list[int], logprobs: list[float], indices: list[int], finish: Finish | None
-) -> tuple[list[int], list[float], Finish | None]:
-    """Logprobs that do not match their tokens one to one.
-
-    A surplus at the end belongs to tokens that a stop cut off; anything else is an error, and is never passed on.
-    """
-    if indices[: len(ids)] == ids:
-        return ids, logprobs[: len(ids)], finish
-    return [], [], Finish("error", message="SGLang paired a logprob with another token")
+    return _TokenizerManager
 
 
 class _QuietSignals:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from sglrollout.errors import ChannelError
-from sglrollout.wire.messages import PROTOCOL, FromHost, Hello, ToHost
+from sglrollout.wire.messages import PROTOCOL, FromHost, Hello, SentByHost, ToHost
 
 MAX_FRAME_BYTES = 1 << 30
 _LENGTH = struct.Struct("<I")
@@ -98,7 +98,7 @@ async def client_channel(sock: socket.socket) -> Channel[FromHost, ToHost]:
     return Channel(*await _streams(sock), FromHost)
 
 
-async def host_channel(sock: socket.socket) -> Channel[ToHost, FromHost]:
+async def host_channel(sock: socket.socket) -> Channel[ToHost, SentByHost]:
     """The host's end of ``sock``, on the running loop."""
     return Channel(*await _streams(sock), ToHost)
 

@@ -133,6 +133,13 @@ class Outputs(msgspec.Struct, tag="outputs"):
     outputs: list[Output]
 
 
+class EncodedOutputs(msgspec.Struct, tag="outputs"):
+    """:class:`Outputs` as the host forwards them: encoded by the scheduler already."""
+
+    weight_version: int
+    outputs: msgspec.Raw
+
+
 class Load(msgspec.Struct, tag="load", frozen=True):
     """The engine's own account of its load. ``kv_usage`` and ``cache_hit_rate`` are fractions in [0, 1].
 
@@ -163,3 +170,6 @@ class Died(msgspec.Struct, tag="died"):
 
 
 FromHost: TypeAlias = Hello | EngineInfo | LaunchFailed | Outputs | Load | Reply | Died
+
+SentByHost: TypeAlias = FromHost | EncodedOutputs
+"""The same messages as the host has them: outputs may be encoded before it sends them."""

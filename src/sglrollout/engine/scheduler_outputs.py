@@ -1,0 +1,108 @@
+"""Inside SGLang's scheduler: sends each step's tokens straight to the host, in the channel's own encoding.
+
+SGLang's output streamer fills some thirty parallel lists for every token, pickles them with timing objects, and the
+tokenizer manager turns them into dicts, texts and events. This replaces that for the requests of an engine host: token
+ids, logprobs and the end, encoded once here, forwarded unread by the host, decoded once by the client.
+
+Everything that it reads of a request, and the method that it replaces, is the same in SGLang 0.5.17 to 0.5.23;
+:func:`can_replace` checks the method's signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import msgspec
+import zmq
+
+from sglrollout.wire.messages import Finish, Output
+
+_METHOD = "_stream_output_generation"
+_PARAMETERS = ["self", "reqs", "return_logprob", "skip_req", "is_idle_batch"]
+_UNSTREAMED_INTERVAL = 50
+
+
+class Step(msgspec.Struct, array_like=True):
+    """One scheduler step: encoded :class:`Output` objects, and the ids of those requests that ended with it."""
+
+    ended: list[str]
+    outputs: msgspec.Raw
+
+
+def can_replace(streamer_class: Any) -> bool:
+    """Whether this SGLang's output streamer has the method to replace, as this module knows it."""
+    method = getattr(streamer_class, _METHOD, None)
+    return method is not None and list(inspect.signature(method).parameters) == _PARAMETERS
+
+
+def send_steps_to(address: str) -> None:
+    """Replace the streamer's method in this process. Steps go to the host's ZMQ socket at ``address``."""
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket.set_hwm(0)
+    socket.connect(address)
+    encode = msgspec.msgpack.Encoder().encode
+    original = getattr(SchedulerOutputStreamer, _METHOD)
+
+    def stream(
+        self: Any, reqs: list[Any], return_logprob: bool, skip_req: Any = None, is_idle_batch: bool = False
+    ) -> None:
+        if is_idle_batch or self.send_to_detokenizer.socket is None:  # the latter: not the rank that answers
+            original(self, reqs, return_logprob, skip_req, is_idle_batch)
+            return
+        outputs, ended = [], []
+        for req in reqs:
+            if req is skip_req or (output := _output(req)) is None:
+                continue
+            outputs.append(output)
+            if output.finish is not None:
+                ended.append(req.rid)
+        if outputs:
+            socket.send(encode(Step(ended, msgspec.Raw(encode(outputs)))))
+
+    setattr(SchedulerOutputStreamer, _METHOD, stream)
+
+
+def _output(req: Any) -> Output | None:
+    """What is new of one request, if it is time to send it. Notes in the request what was sent, as SGLang does."""
+    sent, finish = req.send_token_offset, None
+    if req.finished_reason is not None:
+        if req.finished_output:
+            return None  # with overlapped scheduling a finished request comes by twice
+        req.finished_output = True
+        finish = to_finish(req.finished_reason.to_json(), len(req.origin_input_ids), req.cached_tokens)
+        if req.finished_len is None:
+            req.finished_len = len(req.output_ids)
+        ids = req.output_ids[: req.finished_len]
+    else:
+        ids = req.output_ids
+        interval = (req.sampling_params.stream_interval or 1) if req.stream else _UNSTREAMED_INTERVAL
+        num_unsent = len(ids) - sent
+        if num_unsent < interval and (sent or not req.stream or not num_unsent):
+            return None
+    req.send_token_offset = len(ids)
+    new = ids[sent:].tolist()
+    if not req.return_logprob:
+        return Output(_number(req.rid), new, None, finish)
+    end = len(ids)
+    values, indices = req.logprob.output_token_logprobs_val, req.logprob.output_token_logprobs_idx
+    if list(indices[sent:end]) != new:
+        finish = Finish("error", message="SGLang paired a logprob with another token")
+        return Output(_number(req.rid), [], [], finish)
+    return Output(_number(req.rid), new, list(values[sent:end]), finish)
+
+
+def _number(rid: str) -> int:
+    return int(rid, 16)
+
+
+def to_finish(reason: dict[str, Any], prompt_tokens: int = 0, cached_tokens: int = 0) -> Finish:
+    """SGLang's finish reason in our words: an abort that carries an error status is an error."""
+    kind, message = reason.get("type", "error"), str(reason.get("message") or "")
+    if kind == "abort" and reason.get("status_code"):
+        kind = "error"
+    if kind not in ("stop", "length", "abort", "error"):
+        kind, message = "error", f"unknown finish reason {reason}"
+    return Finish(kind, reason.get("matched"), message, prompt_tokens or 0, cached_tokens or 0)
