@@ -22,5 +22,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 async def rollout(tiny_model: Path) -> AsyncIterator[sr.AsyncRolloutEngine]:
     """Two real engines of the tiny model on the CPU."""
-    async with sr.AsyncRolloutEngine(tiny_model, num_engines=2, device="cpu", dtype="float32", engine_args=JSON) as engine:
+    async with sr.AsyncRolloutEngine(
+        tiny_model, num_engines=2, device="cpu", dtype="float32", engine_args=JSON
+    ) as engine:
         yield engine

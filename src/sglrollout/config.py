@@ -167,7 +167,9 @@ class RolloutConfig(Options, frozen=True):
         'process) or UUIDs ("GPU-..."). None takes them in order.',
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        default="auto", description="Type of the engine's weights and activations; auto is the checkpoint's."
+        default="auto",
+        description="Type of the engine's weights and activations; auto is SGLang's choice: the checkpoint's, or "
+        "float16 for a float32 one.",
     )
     mem_fraction: float | None = Field(
         default=None,

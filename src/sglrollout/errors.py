@@ -17,6 +17,7 @@ RolloutError
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 
@@ -109,6 +110,15 @@ class QueueFullError(RolloutError):
 
 class ChannelError(RolloutError):
     """The channel to an engine host is broken, or the other end speaks another protocol."""
+
+
+def fresh(error: Exception) -> Exception:
+    """A copy to raise. One instance that many callers raise would gather all their tracebacks."""
+    if not isinstance(error, RolloutError):
+        return error
+    duplicate = copy.copy(error)
+    duplicate.__cause__ = error.__cause__
+    return duplicate
 
 
 def _rebuilt(kind: type[RolloutError], args: tuple[Any, ...]) -> RolloutError:

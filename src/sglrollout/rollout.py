@@ -19,7 +19,7 @@ from sglrollout.concurrency import in_parallel, unwrapped
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.launch import build_engines
 from sglrollout.engine.protocol import Engine
-from sglrollout.errors import ConfigError, LifecycleError
+from sglrollout.errors import ConfigError, LifecycleError, fresh
 from sglrollout.generation.batch import BatchOptions, GroupStream, OnError, Ready
 from sglrollout.generation.sampler import Sampler
 from sglrollout.generation.stream import Stream
@@ -207,7 +207,7 @@ class AsyncRolloutEngine:
         await self._settled.wait()
         if self._ready is None:
             assert self._failure is not None
-            raise self._failure
+            raise fresh(self._failure)
         return self._ready
 
     def _check_loop(self) -> None:

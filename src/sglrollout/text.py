@@ -57,7 +57,9 @@ class Tokenizer:
         return list(rendered)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(self.inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """Text of tokens, with nothing "cleaned up": what the model said, to the letter."""
+        ids = list(token_ids)
+        return str(self.inner.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
 
     def completion_text(self, completion: Completion, skip_special_tokens: bool = True) -> str:
         """A completion's text, without the stop string or stop token that ended it."""

@@ -40,7 +40,9 @@ def reference_logprobs(model: Any, prompt_ids: tuple[int, ...], token_ids: tuple
 async def wait_idle(rollout: sr.AsyncRolloutEngine, within_s: float) -> None:
     """Until no engine runs or holds anything, by the engines' own account."""
     with anyio.fail_after(within_s):
-        while any(e.num_inflight or e.load is None or e.load.num_running or e.load.num_inflight for e in rollout.engines):
+        while any(
+            e.num_inflight or e.load is None or e.load.num_running or e.load.num_inflight for e in rollout.engines
+        ):
             await anyio.sleep(0.02)
 
 
@@ -88,7 +90,8 @@ async def test_a_stream_gives_what_generate_gives(rollout: sr.AsyncRolloutEngine
         chunks = [chunk async for chunk in stream]
         assert tuple(token for chunk in chunks for token in chunk.token_ids) == whole.token_ids
         assert "".join(chunk.text for chunk in chunks) == whole.text == stream.completion.text
-        assert sum((list(chunk.logprobs or ()) for chunk in chunks), []) == pytest.approx(whole.logprobs, abs=1e-4)
+        logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs or ()]
+        assert logprobs == pytest.approx(whole.logprobs, abs=1e-4)
         assert all(1 <= len(chunk.token_ids) <= chunk_tokens for chunk in chunks)
         assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]
 
@@ -114,7 +117,9 @@ async def test_token_ids_go_in_as_they_are(rollout: sr.AsyncRolloutEngine) -> No
 async def test_a_stop_string_ends_a_completion_and_is_left_out_of_its_text(rollout: sr.AsyncRolloutEngine) -> None:
     (group,) = await rollout.generate(["stop here"], sampling=GREEDY)
     text = group.completions[0].text
-    stop = next(text[i : i + 2] for i in range(6, len(text)) if text[i : i + 2].isascii() and text.count(text[i : i + 2]) == 1)
+    stop = next(
+        text[i : i + 2] for i in range(6, len(text)) if text[i : i + 2].isascii() and text.count(text[i : i + 2]) == 1
+    )
     sampling = GREEDY.replace(stop=stop)
     (stopped,) = (await rollout.generate(["stop here"], sampling=sampling))[0].completions
     assert (stopped.finish_reason, stopped.stop_match) == ("stop", stop)

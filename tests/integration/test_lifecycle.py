@@ -192,10 +192,11 @@ async def test_an_engine_that_dies_is_known_within_2_s_and_the_others_go_on(tiny
                 await anyio.sleep(0.02)
 
         stream = rollout.stream("until the end", LONG, chunk_tokens=1)
+        await anext(stream)
+        for pid in infos[1].child_pids:
+            os.kill(pid, signal.SIGKILL)
         with pytest.raises(sr.EngineDiedError, match=r"engine-1: scheduler 0 ended unasked"):
-            async for _ in stream:
-                for pid in infos[1].child_pids:
-                    os.kill(pid, signal.SIGKILL)
+            assert [chunk async for chunk in stream]
         assert stream.completion.finish_reason == "error"
         with pytest.raises(sr.NoEngineError):
             await rollout.generate(["nobody left"])

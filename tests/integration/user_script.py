@@ -21,7 +21,10 @@ LONG = sr.Sampling(max_new_tokens=100_000, ignore_eos=True)
 
 
 def say(step: str, **facts: Any) -> None:
-    print(json.dumps({"step": step, "pids": [p.pid for p in psutil.Process().children(recursive=True)], **facts}), flush=True)
+    print(
+        json.dumps({"step": step, "pids": [p.pid for p in psutil.Process().children(recursive=True)], **facts}),
+        flush=True,
+    )
 
 
 async def generating(model: str) -> None:
@@ -70,10 +73,18 @@ async def in_a_thread(model: str) -> None:
     """isolation="thread": works, refuses a second one, leaves the process as it was, and can be started again."""
     worker = multiprocessing.get_context("fork").Process(target=data_loader_worker, daemon=True)
     worker.start()
-    before = (dict(os.environ), multiprocessing.get_start_method(allow_none=True), type(asyncio.get_event_loop_policy()))
+    before = (
+        dict(os.environ),
+        multiprocessing.get_start_method(allow_none=True),
+        type(asyncio.get_event_loop_policy()),
+    )
     greedy = sr.Sampling(temperature=0, max_new_tokens=8)
     async with sr.AsyncRolloutEngine(model, device="cpu", isolation="thread") as rollout:
-        after = (dict(os.environ), multiprocessing.get_start_method(allow_none=True), type(asyncio.get_event_loop_policy()))
+        after = (
+            dict(os.environ),
+            multiprocessing.get_start_method(allow_none=True),
+            type(asyncio.get_event_loop_policy()),
+        )
         (group,) = await rollout.generate(["hello"], sampling=greedy)
         chunks = [chunk.token_ids async for chunk in rollout.stream("hello", greedy, chunk_tokens=1)]
         try:

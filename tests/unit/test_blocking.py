@@ -17,7 +17,7 @@ import pytest
 
 import sglrollout as sr
 from sglrollout.engine.protocol import Request
-from sglrollout.scripted import ScriptedEngine
+from sglrollout.testing import ScriptedEngine
 from sglrollout.types import Prompt
 
 pytestmark = pytest.mark.timeout(30)
@@ -336,7 +336,7 @@ def test_a_script_that_forgets_to_close_ends(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
         import sglrollout.rollout, sglrollout as sr
-        from sglrollout.scripted import ScriptedEngine
+        from sglrollout.testing import ScriptedEngine
 
         sglrollout.rollout.build_engines = lambda config: [ScriptedEngine()]
         rollout = sr.RolloutEngine("org/name", engine_args={"skip_tokenizer_init": True}).start()

@@ -28,6 +28,7 @@ from sglrollout.wire.messages import (
     Output,
     Outputs,
     Reply,
+    SentByHost,
     Stop,
     ToHost,
 )
@@ -35,7 +36,7 @@ from sglrollout.wire.messages import (
 HELLO = Hello(PROTOCOL, 1, "0.0")
 
 Client = Channel[FromHost, ToHost]
-Host = Channel[ToHost, FromHost]
+Host = Channel[ToHost, SentByHost]
 
 
 @asynccontextmanager

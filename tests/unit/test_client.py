@@ -8,7 +8,7 @@ import anyio
 from sglrollout.engine.client import EngineClient
 from sglrollout.engine.protocol import Request
 from sglrollout.errors import EngineDiedError
-from sglrollout.scripted import ScriptedEngine
+from sglrollout.testing import ScriptedEngine
 from sglrollout.wire.channel import client_channel
 from sglrollout.wire.messages import Launch
 

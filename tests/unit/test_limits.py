@@ -3,12 +3,11 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrollout.pool.limits import Limit
-from sglrollout.scripted import ScriptedEngine
+from sglrollout.testing import ScriptedEngine
 from sglrollout.wire.messages import EngineInfo, Load
 
 IDLE = Load(num_inflight=0, num_running=0, num_waiting=0, kv_usage=0.0, cache_hit_rate=0.0, tokens_per_s=0.0)
@@ -46,36 +45,57 @@ async def test_auto_has_a_start_where_the_engine_does_not_say() -> None:
     assert (await limit_of("auto", 0)).value > 0
 
 
-@pytest.mark.parametrize("report", [{"num_waiting": 20, "num_running": 40}, {"kv_usage": 0.97, "num_running": 40}])
-async def test_auto_backs_off_when_requests_wait_in_the_engine_or_its_cache_is_full(report: dict[str, float]) -> None:
+STALLED = 9
+"""Reports after which waiting counts as a stall: the first tells how many run, then eight show that no more come to."""
+
+
+async def stall(limit: Limit, **fields: float) -> None:
+    for _ in range(STALLED):
+        limit.update(load(**fields))
+
+
+async def test_auto_backs_off_when_the_cache_is_nearly_full() -> None:
     limit = await limit_of("auto")
-    limit.update(load(**report))
+    limit.update(load(kv_usage=0.97, num_running=40))
     assert limit.value == 85
+
+
+async def test_auto_backs_off_when_requests_keep_waiting_in_the_engine() -> None:
+    limit = await limit_of("auto")
+    await stall(limit, num_waiting=20, num_running=40)
+    assert limit.value == 85
+
+
+async def test_a_burst_that_is_being_prefilled_is_no_reason_to_back_off() -> None:
+    limit = await limit_of("auto")
+    for running in range(0, 100, 5):
+        limit.update(load(num_waiting=100 - running, num_running=running))
+    assert limit.value == 100
 
 
 async def test_auto_never_backs_off_below_what_runs() -> None:
     limit = await limit_of("auto")
     for _ in range(50):
-        limit.update(load(num_waiting=20, num_running=60))
+        await stall(limit, num_waiting=20, num_running=60)
     assert limit.value == 60
 
 
 async def test_auto_keeps_a_floor() -> None:
     limit = await limit_of("auto")
     for _ in range(50):
-        limit.update(load(num_waiting=100, num_running=0))
+        await stall(limit, num_waiting=100, num_running=0)
     assert limit.value == 8
 
 
 async def test_auto_tolerates_a_few_that_wait() -> None:
     limit = await limit_of("auto")
-    limit.update(load(num_waiting=8, num_running=100))
+    await stall(limit, num_waiting=8, num_running=100)
     assert limit.value == 100
 
 
 async def test_auto_grows_back_to_the_engines_own_number_while_it_is_in_use() -> None:
     limit = await limit_of("auto")
-    limit.update(load(num_waiting=20, num_running=10))
+    await stall(limit, num_waiting=20, num_running=10)
     values = []
     for _ in range(20):
         limit.update(busy(limit))
@@ -87,14 +107,14 @@ async def test_auto_grows_back_to_the_engines_own_number_while_it_is_in_use() ->
 
 async def test_auto_does_not_grow_while_it_is_not_in_use() -> None:
     limit = await limit_of("auto")
-    limit.update(load(num_waiting=20, num_running=10))
+    await stall(limit, num_waiting=20, num_running=10)
     limit.update(load(num_inflight=84, num_running=84))
     assert limit.value == 85
 
 
 async def test_auto_does_not_grow_while_the_cache_is_nearly_full() -> None:
     limit = await limit_of("auto")
-    limit.update(load(num_waiting=20, num_running=10))
+    await stall(limit, num_waiting=20, num_running=10)
     limit.update(load(num_inflight=85, num_running=85, kv_usage=0.9))
     assert limit.value == 85
 

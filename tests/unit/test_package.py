@@ -118,7 +118,7 @@ def test_an_error_names_what_it_is_about() -> None:
 # ------------------------------------------------------------ imports
 
 
-@pytest.mark.parametrize("module", ["sglrollout", "sglrollout.testing", "sglrollout.scripted"])
+@pytest.mark.parametrize("module", ["sglrollout", "sglrollout.testing"])
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
     heavy = ["torch", "transformers", "sglang", "tokenizers", "numpy", "zmq", "triton", "sgl_kernel", "datasets"]
     code = f"import sys, {module}; sys.stdout.write(' '.join(sorted(set({heavy}) & set(sys.modules))))"

@@ -12,7 +12,7 @@ import pytest
 from sglrollout.engine.protocol import Request
 from sglrollout.errors import EngineDiedError, EngineError, EngineStartError, LifecycleError, NoEngineError
 from sglrollout.pool.pool import EngineState, Pool
-from sglrollout.scripted import ScriptedEngine
+from sglrollout.testing import ScriptedEngine
 from sglrollout.wire.messages import EngineInfo, Finish
 
 ENDLESS = {"max_new_tokens": 3000, "ignore_eos": True}

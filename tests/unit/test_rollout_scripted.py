@@ -14,7 +14,7 @@ import pytest
 
 import sglrollout as sr
 from sglrollout.engine.protocol import Request
-from sglrollout.scripted import ScriptedEngine
+from sglrollout.testing import ScriptedEngine
 from sglrollout.types import Prompt
 
 pytestmark = pytest.mark.timeout(30)

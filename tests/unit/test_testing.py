@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sglrollout import testing
 from sglrollout.engine.cpu_support import forgive_torchvision
 from sglrollout.errors import ConfigError, RolloutError
+from sglrollout.testing import models
 
 forgive_torchvision()
 
@@ -101,17 +102,17 @@ def test_wrong_options_are_named(field: str, value: Any, tmp_path: Path) -> None
 
 
 def test_smollm2_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing, "find_spec", lambda name: None)
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
     with pytest.raises(RolloutError, match="pip install"):
         testing.smollm2(tmp_path)
 
 
 def test_smollm2_is_prepared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing, "_convert_gguf", fake_conversion)
-    monkeypatch.setattr(testing, "_smollm2_gguf", lambda: Path("unused.gguf"))
+    monkeypatch.setattr(models, "_convert_gguf", fake_conversion)
+    monkeypatch.setattr(models, "_smollm2_gguf", lambda: Path("unused.gguf"))
     monkeypatch.setenv("SGLROLLOUT_CACHE", str(tmp_path))
     first = testing.smollm2(progress=False)
-    monkeypatch.setattr(testing, "_convert_gguf", no_conversion)
+    monkeypatch.setattr(models, "_convert_gguf", no_conversion)
     assert testing.smollm2(progress=False) == first == tmp_path / "smollm2-135m-instruct"
     assert (first / "config.json").read_text() == "{}"
 
@@ -123,8 +124,8 @@ def test_two_preparations_at_once_leave_one_checkpoint(tmp_path: Path, monkeypat
         fake_conversion(gguf, checkpoint, stage)
         barrier.wait()
 
-    monkeypatch.setattr(testing, "_convert_gguf", convert)
-    monkeypatch.setattr(testing, "_smollm2_gguf", lambda: Path("unused.gguf"))
+    monkeypatch.setattr(models, "_convert_gguf", convert)
+    monkeypatch.setattr(models, "_smollm2_gguf", lambda: Path("unused.gguf"))
     results: list[Path] = []
     threads = [threading.Thread(target=lambda: results.append(testing.smollm2(tmp_path, progress=False))) for _ in "ab"]
     for thread in threads:
@@ -136,8 +137,8 @@ def test_two_preparations_at_once_leave_one_checkpoint(tmp_path: Path, monkeypat
 
 
 def test_a_failed_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing, "_convert_gguf", no_conversion)
-    monkeypatch.setattr(testing, "_smollm2_gguf", lambda: Path("unused.gguf"))
+    monkeypatch.setattr(models, "_convert_gguf", no_conversion)
+    monkeypatch.setattr(models, "_smollm2_gguf", lambda: Path("unused.gguf"))
     with pytest.raises(OSError, match="disk full"):
         testing.smollm2(tmp_path, progress=False)
     assert not list(tmp_path.iterdir())

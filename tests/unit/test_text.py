@@ -205,7 +205,8 @@ class FakeTransformers:
     def __call__(self, text: str) -> Mapping[str, list[int]]:
         return {"input_ids": encode(text)}
 
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        assert not clean_up_tokenization_spaces
         assert isinstance(token_ids, list)
         return decode([token for token in token_ids if token != 0 or not skip_special_tokens])
 

@@ -15,10 +15,10 @@ from sglrollout.engine.protocol import Request
 from sglrollout.errors import (
     ChannelError,
     EngineDiedError,
-    EngineError,
     EngineRequestError,
     EngineStartError,
     LifecycleError,
+    fresh,
 )
 from sglrollout.version import __version__
 from sglrollout.wire.channel import Channel, client_channel
@@ -229,9 +229,9 @@ class EngineClient:
             EngineDiedError: the engine is gone.
         """
         if self._death is not None:
-            raise self._death
+            raise fresh(self._death)
         if self._channel is None or not self.alive:
-            raise EngineError(self.name, "the engine is not running")
+            raise LifecycleError(f"{self.name} is not running: the rollout is closed, or not started")
         request.request_id = self._next_id
         self._next_id += 1
         self._requests[request.request_id] = request
@@ -267,7 +267,11 @@ class EngineClient:
         finally:
             self._replies.pop(command_id, None)
         if not answers:
-            raise self._death or EngineRequestError(self.name, f"it was closed before {name} was answered")
+            raise (
+                fresh(self._death)
+                if self._death
+                else EngineRequestError(self.name, f"it was closed before {name} was answered")
+            )
         if answers[0].error:
             raise EngineRequestError(self.name, f"{name} failed: {answers[0].error}")
         return answers[0].value

@@ -122,12 +122,12 @@ class EngineHost:
         self._channel.send(outputs)
 
     async def _report_load(self) -> None:
-        """Tell the client the load, when it changed."""
+        """Tell the client the load, as long as there is any or it changed."""
         assert self._engine is not None
         last = None
         while True:
             load = self._engine.load()
-            if load != last:
+            if load != last or load.num_inflight:
                 self._channel.send(load)
                 last = load
             await anyio.sleep(_LOAD_INTERVAL_S)
@@ -195,8 +195,12 @@ def main() -> None:
     watch = _OrphanWatch(client_pid, scratch_dir)
     watch.start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not serve_socket(socket.socket(fileno=fd)) and watch.orphaned.wait(2 * _ORPHAN_CHECK_S):
+    stopped = serve_socket(socket.socket(fileno=fd))
+    if not stopped and watch.orphaned.wait(2 * _ORPHAN_CHECK_S):
         watch.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is closed; tearing down the interpreter with torch in it takes a second
 
 
 if __name__ == "__main__":

@@ -71,6 +71,11 @@ class Request:
         version, start = starts[k]
         return VersionSpan(version, start, starts[k + 1][1] if k + 1 < len(starts) else len(self.token_ids))
 
+    @property
+    def last_version(self) -> int:
+        """The version of the latest token; 0 before the first."""
+        return self._version_starts[-1][0] if self._version_starts else 0
+
     def deliver(self, output: Output, version: int) -> None:
         """Take new tokens, sampled under ``version``, and the end if it came."""
         if self.finish is not None:

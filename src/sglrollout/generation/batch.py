@@ -15,7 +15,7 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from sglrollout.config import Sampling
-from sglrollout.errors import LifecycleError
+from sglrollout.errors import LifecycleError, fresh
 from sglrollout.generation.sampler import Prepared, Sample, Sampler
 from sglrollout.types import Group, Prompt
 
@@ -64,7 +64,7 @@ class _Batch:
         self._scope = anyio.CancelScope()
         self._running: dict[int, _Run] = {}
         self._finished: deque[_Run] = deque()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._changed, self._room = asyncio.Event(), asyncio.Event()
         capacity = sum(member.limit for member in self._sampler.pool.members)
         self._ahead = max(_AHEAD_GROUPS, 2 * capacity // options.n)
@@ -87,7 +87,7 @@ class _Batch:
         """The next finished group; ``None`` when there are no more."""
         while True:
             if self._failure is not None:
-                raise self._failure
+                raise fresh(self._failure)
             if self._finished:
                 return self._group(self._finished.popleft())
             if self._fed and not self._running:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from sglrollout.config import Sampling
-from sglrollout.errors import LifecycleError
+from sglrollout.errors import LifecycleError, fresh
 from sglrollout.generation.sampler import Prepared, Sample, Sampler
 from sglrollout.text import StreamText
 from sglrollout.types import Chunk, Completion, FinishReason, Prompt
@@ -75,7 +75,7 @@ class Stream:
             raise
         if request.error is not None and len(request.token_ids) == self._num_taken:
             self._over = True
-            raise request.error
+            raise fresh(request.error)
         return self._next_chunk(sample)
 
     async def _start(self) -> Sample:
@@ -94,7 +94,7 @@ class Stream:
     def _next_chunk(self, sample: Sample) -> Chunk:
         """At most ``chunk_tokens`` of what has arrived, all of one weight version."""
         request, start = sample.request, self._num_taken
-        num_tokens, version, end = len(request.token_ids), 0, start
+        num_tokens, version, end = len(request.token_ids), request.last_version, start
         if num_tokens > start:
             span = request.span(self._span)
             while span.end <= start:

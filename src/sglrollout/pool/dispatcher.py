@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
 
 import anyio
 
-from sglrollout.errors import NoEngineError, QueueFullError, RequestTimeoutError
+from sglrollout.errors import NoEngineError, QueueFullError, RequestTimeoutError, fresh
 
 _AFFINITY_MEMORY = 100_000
 _SLACK_SHARE = 0.25
@@ -60,14 +60,14 @@ class Dispatcher(Generic[T]):
     def __init__(self, targets: list[T], max_queued: int = 65536) -> None:
         self._targets, self._max_queued = targets, max_queued
         self._inflight: dict[int, int] = {id(target): 0 for target in targets}
-        self._waiting: deque[tuple[asyncio.Future[Lease[T]], Hashable | None]] = deque()
+        self._waiting: OrderedDict[asyncio.Future[Lease[T]], Hashable | None] = OrderedDict()
         self._affinity: OrderedDict[Hashable, T] = OrderedDict()
         self._closed: Exception | None = None
 
     @property
     def num_queued(self) -> int:
         """Callers that wait for a lease."""
-        return sum(1 for future, _ in self._waiting if not future.done())
+        return len(self._waiting)
 
     def num_inflight(self, target: T) -> int:
         """Leases out at one engine."""
@@ -90,20 +90,20 @@ class Dispatcher(Generic[T]):
             target = self._choose(key)
             if target is not None:
                 return self._grant(target, key)
-        if len(self._waiting) >= self._max_queued and self.num_queued >= self._max_queued:
+        if len(self._waiting) >= self._max_queued:
             raise QueueFullError(f"{self._max_queued} samples wait for a slot already (max_queued)")
         return await self._wait(key, deadline)
 
     async def _wait(self, key: Hashable | None, deadline: float | None) -> Lease[T]:
         future: asyncio.Future[Lease[T]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((future, key))
+        self._waiting[future] = key
         try:
             with anyio.fail_after(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 return await future
         except BaseException as error:
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().release()  # granted in the same instant in which the caller was cancelled
-            future.cancel()
+            self._waiting.pop(future, None)
             self.wake()
             if isinstance(error, TimeoutError):
                 raise RequestTimeoutError("the deadline passed while the sample waited for a slot") from None
@@ -112,27 +112,25 @@ class Dispatcher(Generic[T]):
     def wake(self) -> None:
         """Serve waiters in order, as far as there is room."""
         while self._waiting:
-            future, key = self._waiting[0]
-            if future.done():
-                self._waiting.popleft()
-                continue
+            future, key = next(iter(self._waiting.items()))
             target = self._choose(key)
             if target is None:
                 return
-            self._waiting.popleft()
-            future.set_result(self._grant(target, key))
+            del self._waiting[future]
+            if not future.done():  # it is done when its caller was cancelled and has not run since
+                future.set_result(self._grant(target, key))
 
     def close(self, reason: Exception) -> None:
         """Fail all waiters, and all later calls, with ``reason``."""
         self._closed = reason
-        waiting, self._waiting = self._waiting, deque()
-        for future, _ in waiting:
+        waiting, self._waiting = self._waiting, OrderedDict()
+        for future in waiting:
             if not future.done():
-                future.set_exception(reason)
+                future.set_exception(fresh(reason))
 
     def _refuse_when_closed(self) -> None:
         if self._closed is not None:
-            raise self._closed
+            raise fresh(self._closed)
         if not self._targets:
             raise NoEngineError("the pool has no engine")
 

@@ -62,7 +62,7 @@ class Command(msgspec.Struct, tag="command"):
     """Run a control method of the host; answered by a :class:`Reply` with the same ``command_id``."""
 
     command_id: int
-    name: Literal["flush_cache", "load"]
+    name: Literal["flush_cache"]
     arguments: dict[str, Any] = {}
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import anyio
-import msgspec
 
 from sglrollout.engine.protocol import Request
 from sglrollout.errors import EngineDiedError, EngineError, EngineRequestError, EngineStartError, LifecycleError
@@ -260,7 +259,7 @@ class ScriptedEngine:
             self._work.set()
 
     async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """Run ``flush_cache`` or ``load``.
+        """Run ``flush_cache``.
 
         Raises:
             EngineRequestError: it knows no such command, or cannot run it while it holds requests.
@@ -269,8 +268,6 @@ class ScriptedEngine:
         if self._death is not None:
             raise self._death
         self.commands.append(name)
-        if name == "load":
-            return dict(msgspec.to_builtins(self._current_load()))
         if name != "flush_cache":
             raise EngineRequestError(self.name, f"{name} failed: a scripted engine has no such command")
         if self._running or self._waiting:
