@@ -33,10 +33,15 @@ def _parts() -> dict[str, str]:
     text = inspect.getdoc(errors) or ""
     tree = text[text.index("RolloutError\n") :]
     return {
-        "RolloutConfig": RolloutConfig.reference(),
-        "Sampling": Sampling.reference(),
+        "RolloutConfig": _table(RolloutConfig),
+        "Sampling": _table(Sampling),
         "errors": f"```text\n{tree}\n```",
     }
+
+
+def _table(options: type[RolloutConfig] | type[Sampling]) -> str:
+    # An escaped pipe inside code keeps its backslash in MkDocs, and one that is not escaped splits the cell on GitHub.
+    return options.reference().replace(r" \| ", " or ")
 
 
 if __name__ == "__main__":
