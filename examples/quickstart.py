@@ -1,7 +1,8 @@
 """Stream one answer token by token, then sample groups for several prompts.  Runs on a laptop's CPU.
 
-python examples/quickstart.py                                  # SmolLM2-135M-Instruct, on the CPU
-python examples/quickstart.py --model Qwen/Qwen2.5-1.5B-Instruct --device cuda --num-engines 2
+Usage:
+    python examples/quickstart.py                                  # SmolLM2-135M-Instruct, on the CPU
+    python examples/quickstart.py --model Qwen/Qwen2.5-1.5B-Instruct --device cuda --num-engines 2
 """
 
 from __future__ import annotations

@@ -213,7 +213,11 @@ class RolloutConfig(Options, frozen=True):
     quantization: str | None = Field(
         default=None, description="SGLang's name of a quantization method; None is the model's own."
     )
-    log_dir: str | None = Field(default=None, description="Directory for the engines' logs; None is a temporary one.")
+    log_dir: str | None = Field(
+        default=None,
+        description="Directory for the engines' logs; None is a temporary one. "
+        'With isolation="thread" an engine writes to this process\'s own output instead.',
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log lines to keep."
     )

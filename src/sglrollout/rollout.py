@@ -60,6 +60,8 @@ class AsyncRolloutEngine:
     Args:
         model: path or Hub id; or give a whole ``config``.
         config: every option, as an object; see :class:`RolloutConfig`.
+        engines: engines to use in place of those that ``config`` describes, for tests of a loop: for example
+            ``sglrollout.testing.ScriptedEngine``.
         **options: options of :class:`RolloutConfig` by name.
 
     Raises:
@@ -267,7 +269,8 @@ class AsyncRolloutEngine:
 
         Raises:
             ConfigError: a prompt or option is wrong; nothing was started.
-            EngineRequestError, EngineDiedError, RequestTimeoutError: with ``on_error="raise"``.
+            EngineRequestError, EngineDiedError, RequestTimeoutError: of a sample, with ``on_error="raise"``.
+            NoEngineError, QueueFullError, LifecycleError: of the pool, whatever ``on_error`` is.
         """
         if isinstance(prompts, str):
             prompts = [prompts]

@@ -30,8 +30,8 @@ class VersionSpan(NamedTuple):
 class Timings:
     """When one sample was served. Seconds; the clock is ``time.monotonic`` of the caller's process.
 
-    ``queue_s`` is the wait for a slot in the dispatcher, ``first_token_s`` the time from submission to
-    the first token that arrived here, ``total_s`` from submission to the last one.
+    ``queue_s`` is the wait for a slot in the dispatcher. ``first_token_s`` and ``total_s`` count from when the sample
+    was asked for, that wait included: to the arrival of the first token, and to the end.
     """
 
     queue_s: float

@@ -50,8 +50,8 @@ STALLED = 9
 
 
 async def stall(limit: Limit, **fields: float) -> None:
-    for _ in range(STALLED):
-        limit.update(load(**fields))
+    for step in range(STALLED):
+        limit.update(load(tokens_per_s=step, **fields))
 
 
 async def test_auto_backs_off_when_the_cache_is_nearly_full() -> None:
@@ -70,6 +70,13 @@ async def test_a_burst_that_is_being_prefilled_is_no_reason_to_back_off() -> Non
     limit = await limit_of("auto")
     for running in range(0, 100, 5):
         limit.update(load(num_waiting=100 - running, num_running=running))
+    assert limit.value == 100
+
+
+async def test_a_scheduler_that_publishes_nothing_for_a_while_is_no_reason_to_back_off() -> None:
+    limit = await limit_of("auto")
+    for _ in range(50):
+        limit.update(load(num_waiting=20, num_running=40))
     assert limit.value == 100
 
 

@@ -17,20 +17,22 @@ _LAUNCHER_NAMES = frozenset(
 _TRAINER_ALLOCATOR = frozenset({"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"})
 
 
-def launcher_variables(names: Iterable[str]) -> list[str]:
-    """Those names that torchrun and its like set for the ranks they start.
+def not_for_engines(names: Iterable[str]) -> list[str]:
+    """Those of the names that are the trainer's own.
 
-    With them in place SGLang's schedulers try to join the trainer's rendezvous, and time out.
+    What torchrun and its like set for the ranks they start would make SGLang's schedulers try to join the trainer's
+    rendezvous, and time out. Memory from the trainer's expandable segments could not be shared over CUDA IPC.
     """
-    return [name for name in names if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)]
+    return [
+        name
+        for name in names
+        if name in _LAUNCHER_NAMES or name in _TRAINER_ALLOCATOR or name.startswith(_LAUNCHER_PREFIXES)
+    ]
 
 
 def host_environment(devices: Sequence[str], scratch_dir: str) -> dict[str, str]:
-    """The environment of a host process that sees ``devices`` (UUIDs) alone.
-
-    The trainer's allocator settings go too: memory from expandable segments cannot be shared over CUDA IPC.
-    """
-    removed = {*launcher_variables(os.environ), *_TRAINER_ALLOCATOR}
+    """The environment of a host process that sees ``devices`` (UUIDs) alone."""
+    removed = set(not_for_engines(os.environ))
     environment = {name: value for name, value in os.environ.items() if name not in removed}
     environment |= {"TMPDIR": scratch_dir, "CUDA_VISIBLE_DEVICES": ",".join(devices), "PYTHONUNBUFFERED": "1"}
     source = str(Path(__file__).resolve().parents[2])

@@ -135,13 +135,12 @@ class EngineHost:
     def _watch_processes(self) -> None:
         assert self._engine is not None
         loop = asyncio.get_running_loop()
-        for sentinel, name in self._engine.sentinels.items():
-            loop.add_reader(sentinel, self._on_process_end, sentinel, name)
+        for name, process in self._engine.processes.items():
+            loop.add_reader(process.sentinel, self._on_process_end, name, process)
 
-    def _on_process_end(self, sentinel: int, name: str) -> None:
-        asyncio.get_running_loop().remove_reader(sentinel)
-        assert self._engine is not None
-        self._give_up(f"{name} ended unasked (exit codes: {self._engine.exit_codes()})")
+    def _on_process_end(self, name: str, process: Any) -> None:
+        asyncio.get_running_loop().remove_reader(process.sentinel)
+        self._give_up(f"{name} ended unasked, with exit code {process.exitcode}")
 
     def _give_up(self, reason: str) -> None:
         if not self._over.is_set():

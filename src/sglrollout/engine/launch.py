@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from sglrollout.config import RolloutConfig, check_engine_args
 from sglrollout.engine.client import EngineClient
 from sglrollout.engine.installed import server_arg_names, sglang_version
 from sglrollout.engine.placement import Placement, cpu_cores, plan
+from sglrollout.errors import ConfigError
 from sglrollout.wire.messages import Launch
 
 _CPU_DEFAULTS = {"attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": 32768}
@@ -72,7 +74,17 @@ def server_args(config: RolloutConfig, placement: Placement, index: int) -> dict
         "log_level": config.log_level,
     }
     if config.isolation == "thread" and placement.devices:
-        typed["base_gpu_id"] = placement.devices[0].index
+        typed |= _by_index(config, placement)
     defaults = _CPU_DEFAULTS if placement.device == "cpu" else {}
     given = {name: value for name, value in typed.items() if value is not None}
     return {**defaults, **given, **config.engine_args}
+
+
+def _by_index(config: RolloutConfig, placement: Placement) -> dict[str, int]:
+    """The devices as SGLang can be told of them where it shares the user's CUDA_VISIBLE_DEVICES."""
+    indices = [device.index for device in placement.devices]
+    steps = {later - earlier for earlier, later in pairwise(indices)} or {1}
+    if len(steps) > 1 or min(steps) < 1:
+        rule = 'must be evenly spaced and in order with isolation="thread", as SGLang takes a first device and a step'
+        raise ConfigError("devices", config.devices, rule)
+    return {"base_gpu_id": indices[0], "gpu_id_step": steps.pop()}

@@ -1,6 +1,6 @@
 """Inside SGLang's scheduler: sends each step's tokens straight to the host, in the channel's own encoding.
 
-SGLang's output streamer fills some thirty parallel lists for every token, pickles them with timing objects, and the
+SGLang's output streamer adds to some thirty parallel lists for every output, pickles them with timing objects, and the
 tokenizer manager turns them into dicts, texts and events. This replaces that for the requests of an engine host: token
 ids, logprobs and the end, encoded once here, forwarded unread by the host, decoded once by the client.
 
@@ -30,9 +30,13 @@ class Step(msgspec.Struct, array_like=True):
     outputs: msgspec.Raw
 
 
-def can_replace(streamer_class: Any) -> bool:
+def can_replace() -> bool:
     """Whether this SGLang's output streamer has the method to replace, as this module knows it."""
-    method = getattr(streamer_class, _METHOD, None)
+    try:
+        from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+    except ImportError:
+        return False
+    method = getattr(SchedulerOutputStreamer, _METHOD, None)
     return method is not None and list(inspect.signature(method).parameters) == _PARAMETERS
 
 

@@ -4,8 +4,8 @@ Everything whose shape differs between SGLang versions is here, or in the schedu
 ``scheduler_outputs``). None of it runs in the user's code.
 
 Outputs are taken a step at a time (:mod:`scheduler_outputs`), past SGLang's tokenizer manager, whose work per token
-makes streaming four times slower than not streaming. Where this SGLang has not what that needs, or ``fast_outputs`` is
-off, the public ``generate_request`` streams are used, with a warning.
+makes streaming four times slower than not streaming. Where ``fast_outputs`` is off, or (with a warning) where this
+SGLang has not what that needs, the public ``generate_request`` streams are used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import zmq
 import zmq.asyncio
 
 from sglrollout.engine import cpu_support, scheduler_outputs
-from sglrollout.engine.environment import launcher_variables
+from sglrollout.engine.environment import not_for_engines
 from sglrollout.engine.scheduler_main import ignore_sigquit, run_scheduler
 from sglrollout.engine.scheduler_outputs import to_finish
 from sglrollout.engine.scratch import note_file
@@ -62,7 +62,8 @@ class SGLangEngine:
         self.weight_version = 0
         self.warnings: list[str] = []
         self._emit, self._tasks = emit, dict[int, asyncio.Task[None]]()
-        self._processes: list[Any] = []
+        self._schedulers: list[Any] = []
+        self._detokenizers: list[Any] = []
         self._steps: zmq.asyncio.Socket | None = None
         self._steps_address: str | None = None
         self._zmq = zmq.asyncio.Context()
@@ -87,8 +88,6 @@ class SGLangEngine:
         from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
         from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-        if cpu and launch.engine_args.get("enable_deterministic_inference"):
-            _allow_deterministic_on_cpu()
         fast = launch.fast_outputs and self._can_take_steps(Engine, TokenizerManager)
         manager_class = _letting_go(TokenizerManager, self) if fast else TokenizerManager
         if fast:
@@ -111,27 +110,29 @@ class SGLangEngine:
                 if fast:
                     port_args.detokenizer_ipc_name = port_args.tokenizer_ipc_name
                 launched = super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
-                adapter._processes = list(launched[1] or ())
-                on_children(adapter._processes)
+                adapter._schedulers = list(launched[1] or ())
+                on_children(adapter._schedulers)
                 return launched
 
             @classmethod
             def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> Any:
-                return ([], []) if fast else super()._launch_detokenizer_subprocesses(*args, **kwargs)
+                if fast:
+                    return [], []
+                launched = super()._launch_detokenizer_subprocesses(*args, **kwargs)
+                adapter._detokenizers = list(launched[0])
+                return launched
 
         arguments = {"log_level": "info", **launch.engine_args, "custom_sigquit_handler": ignore_sigquit}
         return HostedEngine(**arguments), fast
 
     def _can_take_steps(self, engine_class: Any, manager_class: Any) -> bool:
         """Whether this SGLang has what taking whole steps relies on."""
-        from sglang.srt.managers.scheduler_components import output_streamer
-
         hooks = {
             engine_class: ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"),
             manager_class: ("_handle_abort_req", "generate_request", "abort_request"),
         }
         missing = [name for owner, names in hooks.items() for name in names if not hasattr(owner, name)]
-        if not missing and scheduler_outputs.can_replace(getattr(output_streamer, "SchedulerOutputStreamer", None)):
+        if not missing and scheduler_outputs.can_replace():
             return True
         self.warnings.append(
             f"this SGLang lacks {missing or 'the output streamer'} as it is known here: outputs take the public path, "
@@ -158,21 +159,18 @@ class SGLangEngine:
         self._manager.signal_handler_class = _QuietSignals
 
     @property
-    def sentinels(self) -> dict[int, str]:
-        """File descriptors that become readable when a process of the engine ends, and what it is called."""
-        return {process.sentinel: f"scheduler {i}" for i, process in enumerate(self._processes)}
-
-    def exit_codes(self) -> str:
-        return ", ".join(f"{i}: {process.exitcode}" for i, process in enumerate(self._processes))
+    def processes(self) -> dict[str, Any]:
+        """SGLang's processes by name, for instance ``scheduler 0``."""
+        named = {f"scheduler {i}": process for i, process in enumerate(self._schedulers)}
+        return named | {f"detokenizer {i}": process for i, process in enumerate(self._detokenizers)}
 
     def close(self) -> None:
-        """End SGLang's processes, and only those. Blocks for a second at most."""
+        """End SGLang's processes, and only those. Blocks until they are gone, a second for each at most."""
         sender = getattr(self._engine, "send_to_rpc", None)
         if sender is not None:
             sender.close(linger=0)
         self._zmq.destroy(linger=0)
-        pids = set(self._engine.get_all_child_pids())
-        end_processes(self._processes, pids)
+        end_processes(list(self.processes.values()), set(self._engine.get_all_child_pids()))
 
     async def info(self) -> EngineInfo:
         """What the engine says of itself. The first call to SGLang: it binds to the loop that runs this."""
@@ -372,13 +370,6 @@ class _QuietSignals:
         pass
 
 
-def _allow_deterministic_on_cpu() -> None:
-    """SGLang lists no CPU attention backend as deterministic; seeds themselves work there."""
-    from sglang.srt import server_args
-
-    server_args.add_deterministic_attention_backend_choices(["torch_native"])
-
-
 @contextlib.contextmanager
 def _process_state_kept(scratch_dir: str) -> Iterator[None]:
     """Build with the environment a host needs, and undo what importing and building SGLang does to the process.
@@ -391,7 +382,7 @@ def _process_state_kept(scratch_dir: str) -> Iterator[None]:
     environment, thresholds, temporary = dict(os.environ), gc.get_threshold(), tempfile.tempdir
     try:
         tempfile.tempdir = scratch_dir
-        for name in launcher_variables(os.environ):
+        for name in not_for_engines(os.environ):
             del os.environ[name]
         yield
     finally:
