@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 import sglrollout as sr
+from sglrollout.engine.installed import sglang_version
 
 pytestmark = pytest.mark.slow
 
@@ -138,6 +139,7 @@ async def test_a_stop_token_id_ends_a_completion(rollout: sr.AsyncRolloutEngine)
     assert stopped.text == rollout.tokenizer.decode(list(whole.token_ids[: cut - 1]))
 
 
+@pytest.mark.skipif(sglang_version() == "0.5.17", reason="grammars of SGLang 0.5.17 pin memory, which a CPU cannot")
 async def test_a_regex_and_a_json_schema_hold(rollout: sr.AsyncRolloutEngine) -> None:
     import json
 
