@@ -807,6 +807,21 @@ async def test_closing_while_engines_start_fails_those_who_wait() -> None:
     assert engine.stage == "closed"
 
 
+async def test_every_call_may_come_from_a_task_of_its_own_as_cells_of_a_notebook_do() -> None:
+    rollout = rollout_of(ScriptedEngine())
+    await asyncio.create_task(rollout.start())
+    (group,) = await asyncio.create_task(rollout.generate([[1, 2]]))
+    stream = rollout.stream([1, 2])
+    first = await asyncio.create_task(anext(stream))
+    rest = await asyncio.create_task(_rest_of(stream))
+    assert (*first.token_ids, *rest) == group.completions[0].token_ids
+    await asyncio.create_task(rollout.close())
+
+
+async def _rest_of(stream: sr.Stream) -> list[int]:
+    return [token async for chunk in stream for token in chunk.token_ids]
+
+
 async def test_starting_twice_is_refused() -> None:
     async with rollout_of() as rollout:
         with pytest.raises(sr.LifecycleError, match="started already"):
