@@ -808,7 +808,7 @@ async def test_closing_while_engines_start_fails_those_who_wait() -> None:
 
 
 async def test_every_call_may_come_from_a_task_of_its_own_as_cells_of_a_notebook_do() -> None:
-    rollout = rollout_of(ScriptedEngine(counting))
+    rollout = rollout_of(ScriptedEngine(script=counting))
     await asyncio.create_task(rollout.start())
     (group,) = await asyncio.create_task(rollout.generate([[1, 2]]))
     stream = rollout.stream([1, 2])
