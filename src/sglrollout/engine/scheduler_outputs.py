@@ -82,9 +82,8 @@ def _output(req: Any) -> Output | None:
         ids = req.output_ids[: req.finished_len]
     else:
         ids = req.output_ids
-        interval = (req.sampling_params.stream_interval or 1) if req.stream else _UNSTREAMED_INTERVAL
         num_unsent = len(ids) - sent
-        if num_unsent < interval and (sent or not req.stream or not num_unsent):
+        if num_unsent < _interval(req, sent):
             return None
     req.send_token_offset = len(ids)
     new = ids[sent:].tolist()
@@ -96,6 +95,18 @@ def _output(req: Any) -> Output | None:
         finish = Finish("error", message="SGLang paired a logprob with another token")
         return Output(_number(req.rid), [], [], finish)
     return Output(_number(req.rid), new, list(values[sent:end]), finish)
+
+
+def _interval(req: Any, sent: int) -> int:
+    """How many new tokens are worth a message. A stream's first token is sent at once.
+
+    What is not streamed goes in parts too, so that an abort finds most of it there. The first part's size differs from
+    request to request: those that started together would otherwise all be sent in one step, which would then take
+    longer than the GPU does.
+    """
+    if req.stream:
+        return (req.sampling_params.stream_interval or 1) if sent else 1
+    return _UNSTREAMED_INTERVAL if sent else 1 + _number(req.rid) % _UNSTREAMED_INTERVAL
 
 
 def _number(rid: str) -> int:
