@@ -3,22 +3,81 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from sglrollout.config import RolloutConfig, Sampling
+from sglrollout.engine.protocol import Engine
 from sglrollout.errors import LifecycleError
 from sglrollout.generation.batch import OnError
-from sglrollout.rollout import AsyncRolloutEngine, EngineStatus
-from sglrollout.types import Chunk, Group, Prompt
+from sglrollout.generation.stream import Stream
+from sglrollout.rollout import AsyncRolloutEngine, EngineStatus, config_of, refuse_fork
+from sglrollout.types import Chunk, Completion, Group, Prompt
 
 T = TypeVar("T")
+Item = TypeVar("Item", covariant=True)
+
+
+class AsyncItems(Protocol[Item]):
+    """What Stream and GroupStream have in common."""
+
+    async def __anext__(self) -> Item: ...
+
+    async def aclose(self) -> None: ...
+
+
+class _Blocking(Generic[T]):
+    """The items of an async iterator, by a plain ``for``. Leaving the loop early aborts what still runs."""
+
+    def __init__(self, items: AsyncItems[T], call: Callable[..., Any]) -> None:
+        self._items, self._call = items, call
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            item: T = self._call(self._items.__anext__)
+        except StopAsyncIteration:
+            raise StopIteration from None
+        return item
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._call(self._items.aclose)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class BlockingStream(_Blocking[Chunk]):
+    """Chunks of one sample, by ``for``: what :class:`Stream` is to ``async for``."""
+
+    _items: Stream
+
+    @property
+    def completion(self) -> Completion:
+        """The whole sample, once it has ended.
+
+        Raises:
+            LifecycleError: it has not.
+        """
+        return self._items.completion
+
+
+class BlockingGroupStream(_Blocking[Group]):
+    """Groups of one call in the order in which they complete, by ``for``."""
 
 
 class RolloutEngine:
@@ -31,9 +90,16 @@ class RolloutEngine:
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] | None = None, *, config: RolloutConfig | None = None, **options: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        config: RolloutConfig | None = None,
+        engines: Sequence[Engine] | None = None,
+        **options: Any,
     ) -> None:
-        self.config = AsyncRolloutEngine(model, config=config, **options).config
+        self.config = config_of(model, config, options)
+        self._engines = engines
+        self._pid = os.getpid()
         self._portal_context: AbstractContextManager[BlockingPortal] | None = None
         self._portal: BlockingPortal | None = None
         self._inner: AsyncRolloutEngine | None = None
@@ -50,7 +116,7 @@ class RolloutEngine:
         self._portal_context = start_blocking_portal("asyncio")
         self._portal = self._portal_context.__enter__()
         try:
-            self._inner = AsyncRolloutEngine(config=self.config)
+            self._inner = AsyncRolloutEngine(config=self.config, engines=self._engines)
             self._call(self._inner.start, wait)
         except BaseException:
             self.close()
@@ -59,6 +125,7 @@ class RolloutEngine:
 
     def close(self) -> None:
         """End all engines, and the thread. Safe to call twice."""
+        refuse_fork(self._pid)
         portal, self._portal = self._portal, None
         if portal is None or self._portal_context is None:
             return
@@ -83,10 +150,10 @@ class RolloutEngine:
         *,
         chunk_tokens: int | None = None,
         timeout_s: float | None = None,
-    ) -> Iterator[Chunk]:
+    ) -> BlockingStream:
         """One completion, as it is sampled: ``for chunk in rollout.stream("...")``. Leaving the loop aborts it."""
         stream = self._rollout.stream(prompt, sampling, chunk_tokens=chunk_tokens, timeout_s=timeout_s)
-        return self._iterate(stream)
+        return BlockingStream(stream, self._call)
 
     def generate(
         self,
@@ -115,9 +182,10 @@ class RolloutEngine:
         *,
         on_error: OnError = "raise",
         timeout_s: float | None = None,
-    ) -> Iterator[Group]:
+    ) -> BlockingGroupStream:
         """Groups in the order in which they complete. ``prompts`` is read on the rollout's own thread."""
-        return self._iterate(self._rollout.as_completed(prompts, n, sampling, on_error=on_error, timeout_s=timeout_s))
+        groups = self._rollout.as_completed(prompts, n, sampling, on_error=on_error, timeout_s=timeout_s)
+        return BlockingGroupStream(groups, self._call)
 
     def flush_cache(self, timeout_s: float = 5.0) -> None:
         """Empty the prefix cache of every engine, once nothing runs in it, within ``timeout_s``."""
@@ -149,19 +217,9 @@ class RolloutEngine:
             raise LifecycleError('this rollout is not running: use "with", or call start()')
         return self._inner
 
-    def _iterate(self, items: Any) -> Iterator[Any]:
-        try:
-            while True:
-                try:
-                    yield self._call(items.__anext__)
-                except StopAsyncIteration:
-                    return
-        finally:
-            if self._portal is not None:
-                self._call(items.aclose)
-
     def _call(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Run it on the rollout's loop and wait. An interrupt of the wait cancels it there."""
+        refuse_fork(self._pid)
         if self._portal is None:
             raise LifecycleError('this rollout is not running: use "with", or call start()')
         future: Future[T] = self._portal.start_task_soon(function, *args)

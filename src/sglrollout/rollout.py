@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from sglrollout.concurrency import in_parallel, unwrapped
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.launch import build_engines
 from sglrollout.engine.protocol import Engine
-from sglrollout.errors import ConfigError, LifecycleError, fresh
+from sglrollout.errors import ConfigError, LifecycleError, RolloutError, fresh
 from sglrollout.generation.batch import BatchOptions, GroupStream, OnError, Ready
 from sglrollout.generation.sampler import Sampler
 from sglrollout.generation.stream import Stream
@@ -28,6 +29,8 @@ from sglrollout.pool.pool import Member, Pool
 from sglrollout.text import Tokenizer
 from sglrollout.types import Group, Prompt
 from sglrollout.wire.messages import EngineInfo, Load
+
+_log = logging.getLogger("sglrollout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +79,7 @@ class AsyncRolloutEngine:
         engines: Sequence[Engine] | None = None,
         **options: Any,
     ) -> None:
-        if config is not None and (model is not None or options):
-            rule = "holds every option, so none may be given beside it: use config.replace(...)"
-            raise ConfigError("config", sorted({"model", *options} if model is not None else options), rule)
-        if config is None:
-            if model is not None:
-                options["model"] = model
-            config = RolloutConfig(**options)
-        self.config = config
+        self.config = config_of(model, config, options)
         self._given_engines = engines
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -119,6 +115,9 @@ class AsyncRolloutEngine:
         """
         if self._runner is not None:
             raise LifecycleError("this rollout was started already; make a new one to start again")
+        if not wait and self.config.isolation == "thread":
+            rule = 'must be True with isolation="thread": this process\'s environment is not its own while SGLang loads'
+            raise ConfigError("wait", wait, rule)
         self._loop = asyncio.get_running_loop()
         self._runner = self._loop.create_task(self._run(), name="sglrollout")
         if wait:
@@ -131,7 +130,7 @@ class AsyncRolloutEngine:
 
     async def close(self) -> None:
         """End all engines and free what they held. What still runs is aborted. Safe to call twice."""
-        self._check_process()
+        refuse_fork(self._pid)
         if self._runner is None:
             return
         if not self._runner.done():
@@ -158,6 +157,8 @@ class AsyncRolloutEngine:
                 await self._serve(tasks)
         except Exception as error:
             self._failure = unwrapped(error)
+            if not isinstance(self._failure, RolloutError):
+                _log.error("the rollout failed and is closed", exc_info=self._failure)
         finally:
             self._ready = None
             self._failure = self._failure or LifecycleError("this rollout is closed")
@@ -202,7 +203,7 @@ class AsyncRolloutEngine:
         return loaded[0] if loaded else None
 
     async def _until_ready(self) -> Ready:
-        self._check_process()
+        refuse_fork(self._pid)
         if self._runner is None:
             raise LifecycleError('this rollout is not started: use "async with", or await start()')
         self._check_loop()
@@ -215,10 +216,6 @@ class AsyncRolloutEngine:
     def _check_loop(self) -> None:
         if asyncio.get_running_loop() is not self._loop:
             raise LifecycleError("this rollout was started on another event loop, and can be used on that one alone")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise LifecycleError("this rollout belongs to the process that made it, and this is a fork of that")
 
     # ------------------------------------------------------------ generation
 
@@ -385,3 +382,22 @@ def _sampling(sampling: Sampling | None) -> Sampling:
     if sampling is not None and not isinstance(sampling, Sampling):
         raise ConfigError("sampling", sampling, "must be a sglrollout.Sampling")
     return sampling or Sampling()
+
+
+def refuse_fork(pid: int) -> None:
+    """Raise LifecycleError unless this is process ``pid``: a fork has neither the loop nor the engines."""
+    if os.getpid() != pid:
+        raise LifecycleError("this rollout belongs to the process that made it, and this is a fork of that")
+
+
+def config_of(
+    model: str | os.PathLike[str] | None, config: RolloutConfig | None, options: dict[str, Any]
+) -> RolloutConfig:
+    """The one configuration that these describe, or ConfigError."""
+    given = options if model is None else {"model": model, **options}
+    if config is None:
+        return RolloutConfig(**given)
+    if given:
+        rule = "holds every option, so none may be given beside it: use config.replace(...)"
+        raise ConfigError("config", sorted(given), rule)
+    return config

@@ -16,7 +16,7 @@ from sglrollout.engine.installed import sglang_version
 pytestmark = pytest.mark.slow
 
 GREEDY = sr.Sampling(temperature=0.0, max_new_tokens=24)
-LONG = sr.Sampling(max_new_tokens=400, ignore_eos=True)
+LONG = sr.Sampling(max_new_tokens=1900, ignore_eos=True)
 PROMPTS = ["The sky is", "Once upon a time, in a land", "2 + 2 =", "héllo wörld"]
 
 
@@ -192,7 +192,7 @@ async def test_as_completed_gives_every_group_once(rollout: sr.AsyncRolloutEngin
     assert sorted(indices) == list(range(20))
 
 
-async def test_the_samples_of_a_group_share_its_prefix(rollout: sr.AsyncRolloutEngine) -> None:
+async def test_a_prompt_that_was_served_before_is_found_in_the_prefix_cache(rollout: sr.AsyncRolloutEngine) -> None:
     await rollout.flush_cache()
     prompt = "a prompt that is long enough to be worth keeping in the prefix cache of the engine"
     await rollout.generate([prompt], sampling=GREEDY)
@@ -222,8 +222,10 @@ async def test_what_an_engine_says_of_itself(rollout: sr.AsyncRolloutEngine) -> 
 
 async def test_breaking_out_of_a_stream_aborts_it_in_the_engine(rollout: sr.AsyncRolloutEngine) -> None:
     async for _ in rollout.stream("never ending", LONG, chunk_tokens=1):
+        await wait_busy(rollout)
         break
     await wait_idle(rollout, within_s=1.0)
+    await rollout.flush_cache(timeout_s=0.1)  # which SGLang refuses while anything runs
 
 
 async def test_cancelling_a_task_frees_the_engine_within_a_second(rollout: sr.AsyncRolloutEngine) -> None:
@@ -239,9 +241,10 @@ async def test_cancelling_a_task_frees_the_engine_within_a_second(rollout: sr.As
 async def test_a_deadline_aborts_and_raises(rollout: sr.AsyncRolloutEngine) -> None:
     start = time.monotonic()
     with pytest.raises(sr.RequestTimeoutError):
-        await rollout.generate(["too slow"], sampling=LONG, timeout_s=0.05)
-    assert time.monotonic() - start < 1.0
+        await rollout.generate(["too slow"], sampling=LONG, timeout_s=0.5)
+    assert time.monotonic() - start < 1.5
     await wait_idle(rollout, within_s=1.0)
+    await rollout.flush_cache(timeout_s=0.1)
 
 
 async def test_a_deadline_can_be_data(rollout: sr.AsyncRolloutEngine) -> None:
@@ -254,9 +257,10 @@ async def test_a_deadline_can_be_data(rollout: sr.AsyncRolloutEngine) -> None:
 
 
 async def test_leaving_as_completed_aborts_the_rest(rollout: sr.AsyncRolloutEngine) -> None:
-    async for _ in rollout.as_completed([f"leave {i}" for i in range(10)], sampling=LONG.replace(max_new_tokens=200)):
+    async for _ in rollout.as_completed([f"leave {i}" for i in range(10)], sampling=sr.Sampling(max_new_tokens=30)):
         break
     await wait_idle(rollout, within_s=1.0)
+    await rollout.flush_cache(timeout_s=0.1)
 
 
 # ------------------------------------------------------------ limits of the model
@@ -277,6 +281,34 @@ async def test_a_completion_gets_no_more_room_than_the_context_has(rollout: sr.A
     (completion,) = group.completions
     assert completion.finish_reason == "length"
     assert 1 <= len(completion.token_ids) <= info.context_length - info.max_prompt_tokens + 4
+
+
+@pytest.mark.skipif(sglang_version() == "0.5.17", reason="grammars of SGLang 0.5.17 pin memory, which a CPU cannot")
+async def test_a_request_that_sglang_refuses_is_a_typed_error_and_has_no_tokens(rollout: sr.AsyncRolloutEngine) -> None:
+    sampling = sr.Sampling(ebnf="this is no grammar")
+    with pytest.raises(sr.EngineRequestError, match=r"engine-\d: "):
+        await rollout.generate(["x"], sampling=sampling)
+    groups = await rollout.generate(["x", "y"], sampling=sampling, on_error="return")
+    for completion in [group.completions[0] for group in groups]:
+        assert (completion.finish_reason, completion.token_ids, completion.logprobs) == ("error", (), ())
+        assert isinstance(completion.error, sr.EngineRequestError)
+    with pytest.raises(sr.EngineRequestError):
+        assert [chunk async for chunk in rollout.stream("x", sampling)]
+
+
+async def test_tokens_are_right_when_requests_wait_are_prefilled_in_parts_and_are_retracted(
+    rollout: sr.AsyncRolloutEngine, tiny_model: Path
+) -> None:
+    prompts = [[3 + i, *range(20, 120)] for i in range(6)]
+    sampling = sr.Sampling(temperature=0.0, max_new_tokens=80, ignore_eos=True)
+    scarce = {"max_total_tokens": 600, "chunked_prefill_size": 64, "max_running_requests": 4}
+    expected = await rollout.generate(prompts, sampling=sampling)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_inflight": 6}
+    async with sr.AsyncRolloutEngine(tiny_model, engine_args=scarce, **options) as small:
+        groups = await small.generate(prompts, sampling=sampling)
+        for group, other in zip(groups, expected, strict=True):
+            assert group.completions[0].token_ids == other.completions[0].token_ids
+            assert group.completions[0].logprobs == pytest.approx(other.completions[0].logprobs, abs=1e-3)
 
 
 BAD_CALLS = [

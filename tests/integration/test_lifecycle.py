@@ -31,7 +31,7 @@ class UserScript:
 
     def __init__(self, mode: str, model: Path, temporary: Path, **environment: str) -> None:
         self.temporary = temporary
-        self.shared_memory_before = set(os.listdir("/dev/shm"))
+        self.shared_memory: set[str] = set()
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), mode, str(model)],
             stdout=subprocess.PIPE,
@@ -47,6 +47,7 @@ class UserScript:
             if line.startswith("{"):
                 said: dict[str, Any] = json.loads(line)
                 self.pids = said["pids"]
+                self.shared_memory |= {path for pid in self.pids for path in mapped_shared_memory(pid)}
                 if said["step"] == step:
                     return said
         raise AssertionError(f"the script ended with {self.process.wait()} before it said {step}")
@@ -55,14 +56,22 @@ class UserScript:
         """Processes, temporary files and shared memory of the script that are still there."""
         alive = [f"process {pid}" for pid in self.pids if is_running(pid)]
         files = [str(path) for path in self.temporary.glob("sglrollout*")]
-        memory = {name for name in os.listdir("/dev/shm") if "sgl" in name or name.startswith("sem.mp")}
-        return alive + files + sorted(memory - self.shared_memory_before)
+        return alive + files + [path for path in sorted(self.shared_memory) if Path(path).exists()]
 
     def assert_nothing_left(self, within_s: float) -> None:
         deadline = time.monotonic() + within_s
         while (left := self.left_behind()) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not left
+
+
+def mapped_shared_memory(pid: int) -> set[str]:
+    """The files of /dev/shm that a process uses: SGLang's load snapshots, and semaphores."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line.split()[-1] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
 
 
 def is_running(pid: int) -> bool:
@@ -96,6 +105,7 @@ def test_when_the_users_process_is_killed_nothing_is_left_within_5_s(run_script:
     script = run_script("generating")
     script.wait_for("generating")
     assert len(script.pids) >= 2
+    assert script.shared_memory
     script.process.kill()
     script.assert_nothing_left(within_s=5.0)
 

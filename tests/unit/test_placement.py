@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,10 +96,17 @@ def test_no_driver_is_no_device(driver: Driver) -> None:
     assert visible_devices() == []
 
 
-def test_a_failing_driver_is_no_device_and_is_logged(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_driver_is_an_error(driver: Driver) -> None:
     driver("", code=9)
-    assert visible_devices() == []
-    assert "nvidia-smi failed, so no GPU is used: cannot reach the driver" in caplog.text
+    with pytest.raises(PlacementError, match=r'nvidia-smi failed.*cannot reach the driver.*device="cpu"'):
+        visible_devices()
+
+
+def test_a_driver_without_nvidia_smi_is_an_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(raises=FileNotFoundError("nvidia-smi"))
+    monkeypatch.setattr("sglrollout.engine.placement._DRIVER_FILE", Path(__file__))
+    with pytest.raises(PlacementError, match="no nvidia-smi"):
+        visible_devices()
 
 
 def test_a_hanging_driver_is_an_error(driver: Driver) -> None:
@@ -149,16 +157,10 @@ def test_engines_get_devices_of_their_own(options: dict[str, Any], num_visible: 
     assert {one.device for one in placements} == {"cuda"}
 
 
-def test_a_placement_says_what_cuda_may_see() -> None:
-    (one,) = plan(config(tp_size=2), gpus(2))
-    assert one.cuda_visible_devices == f"{UUIDS[0]},{UUIDS[1]}"
-    assert Placement("cpu").cuda_visible_devices == ""
-
-
 def test_plan_asks_the_driver_by_itself(driver: Driver) -> None:
     driver(chosen="3,1")
     placements = plan(config())
-    assert [one.cuda_visible_devices for one in placements] == [UUIDS[3], UUIDS[1]]
+    assert [device.uuid for one in placements for device in one.devices] == [UUIDS[3], UUIDS[1]]
 
 
 def test_no_gpu_is_a_cpu() -> None:

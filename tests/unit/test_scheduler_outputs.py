@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from sglrollout.engine.scheduler_outputs import _output, to_finish
 from sglrollout.wire.messages import Output
 
+NAN = "the model produced NaN, or a token outside its vocabulary"
+
 
 class FinishedReason:
     """As SGLang's: knows how to say itself as a dict."""
@@ -122,6 +124,20 @@ def test_a_logprob_of_another_token_ends_the_request_with_an_error() -> None:
     assert output.finish.reason == "error"
 
 
+def test_a_refused_request_has_an_error_and_none_of_the_tokens_it_was_ended_with() -> None:
+    req = request()
+    req.return_logprob = (
+        False  # as SGLang's set_finish_with_abort leaves it, after it sampled a token of another prompt
+    )
+    req.output_ids.append(99)
+    req.finished_reason = FinishedReason(type="abort", message="Invalid grammar", status_code=400)
+    output = _output(req)
+    assert output is not None
+    assert (output.token_ids, output.logprobs) == ([], None)
+    assert output.finish is not None
+    assert (output.finish.reason, output.finish.message) == ("error", "Invalid grammar")
+
+
 def test_logprobs_that_were_not_asked_for_are_not_sent() -> None:
     req = request(logprobs=False)
     req.output_ids.append(7)
@@ -138,6 +154,7 @@ def test_logprobs_that_were_not_asked_for_are_not_sent() -> None:
         ({"type": "length", "length": 9}, ("length", None, "")),
         ({"type": "abort", "message": "cancelled"}, ("abort", None, "cancelled")),
         ({"type": "abort", "message": "too long", "status_code": 400}, ("error", None, "too long")),
+        ({"type": "stop", "matched": "NaN happened"}, ("error", None, NAN)),
         ({"type": "surprise"}, ("error", None, "unknown finish reason {'type': 'surprise'}")),
     ],
 )

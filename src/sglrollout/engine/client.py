@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import anyio
 
@@ -42,6 +43,10 @@ from sglrollout.wire.messages import (
 )
 
 _LOG_TAIL_LINES = 30
+_LAST_WORDS_S = 0.25
+_log = logging.getLogger("sglrollout.engine")
+
+T = TypeVar("T")
 
 
 class EngineClient:
@@ -105,7 +110,7 @@ class EngineClient:
         """
         try:
             with anyio.fail_after(self._start_timeout_s):
-                self.info = await self._bring_up()
+                self.info = await self._beside_the_host(self._bring_up)
         except TimeoutError:
             tail = self._log_tail()
             await self._give_up()
@@ -121,41 +126,87 @@ class EngineClient:
         return self.info
 
     async def _bring_up(self) -> EngineInfo:
-        ours, theirs = socket.socketpair()
-        host_class = HostProcess if self._isolation == "process" else HostThread
-        self._host = host_class(self.name, theirs, self._devices, self._log_dir)
-        self._launch.scratch_dir = str(self._host.scratch_dir)
-        self._channel = await client_channel(ours)
+        channel = self._channel
+        assert channel is not None
+        assert self._host is not None
         hello = Hello(PROTOCOL, os.getpid(), __version__)
-        await self._channel.handshake(hello)
-        self._channel.send(self._launch)
-        answer = await self._channel.receive()
+        await channel.handshake(hello)
+        channel.send(self._launch)
+        answer = await channel.receive()
         match answer:
             case EngineInfo():
                 return answer
             case LaunchFailed():
                 raise _LaunchError(answer.reason)
             case None:
-                raise _LaunchError(f"its host ended while the engine was starting ({self._host.how_it_ended()})")
+                raise _LaunchError(f"its host ended while the engine was starting ({self._how_it_ended()})")
             case _:
                 raise ChannelError(f"expected the launch's result, got {type(answer).__name__}")
 
     async def run(self) -> None:
         """Take the host's messages until the channel ends."""
-        channel = self._channel
-        assert channel is not None
         reason = "its host is gone"
         try:
-            while (message := await channel.receive()) is not None:
-                if isinstance(message, Died):
-                    reason = message.reason
-                else:
-                    self._take(message)
+            reason = await self._beside_the_host(self._receive) or f"{reason} ({self._how_it_ended()})"
         except ChannelError as error:
             reason = str(error)
+        except Exception as error:
+            _log.exception("%s: its client failed", self.name)
+            reason = f"its client failed: {type(error).__name__}: {error}"
         if not self._closing:
             self._die(reason)
             await self._give_up()
+
+    async def _receive(self) -> str:
+        """Until the channel ends; the reason, if the host gave one."""
+        channel, reason = self._channel, ""
+        assert channel is not None
+        while (message := await channel.receive()) is not None:
+            if isinstance(message, Died):
+                reason = message.reason
+            else:
+                self._take(message)
+        return reason
+
+    async def _beside_the_host(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Run ``call``, which waits on the channel, and end the channel once the host has ended.
+
+        The kernel does that too, unless a process that was forked from this one at the wrong moment (a DataLoader's
+        worker) holds the host's end of it.
+        """
+        if self._host is None:
+            await self._connect()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._close_after_host)
+            try:
+                result = await call()
+            finally:
+                tasks.cancel_scope.cancel()
+        return result
+
+    async def _connect(self) -> None:
+        ours, theirs = socket.socketpair()
+        host_class = HostProcess if self._isolation == "process" else HostThread
+        try:
+            self._host = host_class(self.name, theirs, self._devices, self._log_dir)
+        except BaseException as error:
+            ours.close()
+            theirs.close()
+            if isinstance(error, OSError):
+                raise _LaunchError(f"its host could not be started: {error}") from error
+            raise
+        self._launch.scratch_dir = str(self._host.scratch_dir)
+        self._channel = await client_channel(ours)
+
+    async def _close_after_host(self) -> None:
+        assert self._host is not None
+        assert self._channel is not None
+        await self._host.ended()
+        await anyio.sleep(_LAST_WORDS_S)
+        await self._channel.close()
+
+    def _how_it_ended(self) -> str:
+        return self._host.how_it_ended() if self._host is not None else "never started"
 
     def _take(self, message: FromHost) -> None:
         match message:
@@ -167,8 +218,6 @@ class EngineClient:
                         continue
                     if output.finish is not None:
                         del requests[output.request_id]
-                        if output.finish.reason == "error" and request.error is None:
-                            request.error = EngineRequestError(self.name, output.finish.message)
                     request.deliver(output, version)
             case Load():
                 self.load = message
@@ -228,10 +277,8 @@ class EngineClient:
         Raises:
             EngineDiedError: the engine is gone.
         """
-        if self._death is not None:
-            raise fresh(self._death)
-        if self._channel is None or not self.alive:
-            raise LifecycleError(f"{self.name} is not running: the rollout is closed, or not started")
+        self._check_alive()
+        assert self._channel is not None
         request.request_id = self._next_id
         self._next_id += 1
         self._requests[request.request_id] = request
@@ -240,6 +287,12 @@ class EngineClient:
         )
         with contextlib.suppress(ChannelError):  # run() finds the channel closed too, and fails all requests with why
             await self._channel.drain()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise fresh(self._death)
+        if not self.alive:
+            raise LifecycleError(f"{self.name} is not running: the rollout is closed, or not started")
 
     def abort(self, request: Request) -> None:
         if self._requests.pop(request.request_id, None) is not None and self._channel is not None:
@@ -252,13 +305,14 @@ class EngineClient:
             EngineRequestError: it failed there, or did not answer within ``control_timeout_s``.
             EngineDiedError: the engine ended meanwhile.
         """
+        self._check_alive()
         assert self._channel is not None
         command_id, event, answers = self._next_id, anyio.Event(), list[Reply]()
         self._next_id += 1
         self._replies[command_id] = (event, answers)
         self._channel.send(Command(command_id, name, arguments))  # type: ignore[arg-type]
         try:
-            with anyio.fail_after(self._control_timeout_s):
+            with anyio.fail_after(self._control_timeout_s + arguments.get("timeout_s", 0.0)):
                 await event.wait()
         except TimeoutError:
             raise EngineRequestError(

@@ -193,7 +193,8 @@ def main() -> None:
     os.set_inheritable(fd, False)
     watch = _OrphanWatch(client_pid, scratch_dir)
     watch.start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, whose end is the engine's end
+        signal.signal(number, signal.SIG_IGN)
     stopped = serve_socket(socket.socket(fileno=fd))
     if not stopped and watch.orphaned.wait(2 * _ORPHAN_CHECK_S):
         watch.join()

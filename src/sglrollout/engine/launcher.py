@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import anyio
 import anyio.to_thread
 
 from sglrollout.engine.environment import host_environment
@@ -21,6 +22,7 @@ from sglrollout.engine.scratch import remove_scratch
 from sglrollout.errors import LifecycleError
 
 _SOCKET_PATH_ROOM = 60
+_POLL_S = 0.25
 
 
 class Launcher(Protocol):
@@ -37,6 +39,9 @@ class Launcher(Protocol):
     async def wait(self, timeout_s: float) -> None:
         """Wait for it to end by itself, at most so long."""
 
+    async def ended(self) -> None:
+        """Return once it has ended, however it did."""
+
     async def destroy(self, timeout_s: float) -> None:
         """End it and everything it started. Idempotent."""
 
@@ -45,9 +50,11 @@ class HostProcess:
     """``python -m sglrollout.engine.host`` at the head of a session of its own."""
 
     def __init__(self, name: str, sock: socket.socket, devices: Sequence[str], log_dir: str | None) -> None:
+        if log_dir is not None:
+            Path(log_dir).mkdir(parents=True, exist_ok=True)
         self.scratch_dir = _scratch_dir()
         self._log = Path(log_dir) / f"{name}-{os.getpid()}.log" if log_dir else self.scratch_dir / "engine.log"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._destroyed = False
         command = [sys.executable, "-m", "sglrollout.engine.host"]
         command += [str(sock.fileno()), str(os.getpid()), str(self.scratch_dir)]
         with self._log.open("ab") as log, sock:
@@ -71,7 +78,14 @@ class HostProcess:
     async def wait(self, timeout_s: float) -> None:
         await anyio.to_thread.run_sync(self._reap, timeout_s)
 
+    async def ended(self) -> None:
+        while self._process.poll() is None:  # noqa: ASYNC110 - a child that ends sets no event
+            await anyio.sleep(_POLL_S)
+
     async def destroy(self, timeout_s: float) -> None:
+        if self._destroyed:  # its number may be another group's by now
+            return
+        self._destroyed = True
         await anyio.to_thread.run_sync(self._end, timeout_s)
         await anyio.to_thread.run_sync(remove_scratch, self.scratch_dir)
 
@@ -124,6 +138,10 @@ class HostThread:
 
     async def wait(self, timeout_s: float) -> None:
         await anyio.to_thread.run_sync(self._thread.join, timeout_s)
+
+    async def ended(self) -> None:
+        while self._thread.is_alive():  # noqa: ASYNC110 - nor does a thread
+            await anyio.sleep(_POLL_S)
 
     async def destroy(self, timeout_s: float) -> None:
         """A thread cannot be killed: its engine's processes are, on which a launch or a wait in it fails."""

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 from sglrollout.config import RolloutConfig
@@ -17,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
 _QUERY_TIMEOUT_S = 30
+_DRIVER_FILE = Path("/dev/nvidiactl")
 _MIB = 1024**2
 
 
@@ -43,11 +45,6 @@ class Placement:
 
     device: Literal["cuda", "cpu"]
     devices: tuple[Device, ...] = ()
-
-    @property
-    def cuda_visible_devices(self) -> str:
-        """What ``CUDA_VISIBLE_DEVICES`` must be in the engine's process."""
-        return ",".join(device.uuid for device in self.devices)
 
 
 def visible_devices() -> list[Device]:
@@ -100,6 +97,11 @@ def _query_driver() -> str:
     try:
         result = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=False)
     except FileNotFoundError:
+        if _DRIVER_FILE.exists():
+            raise PlacementError(
+                f"there is a GPU driver ({_DRIVER_FILE}) but no nvidia-smi to ask for its GPUs: "
+                'put nvidia-smi on the PATH, or set device="cpu"'
+            ) from None
         return ""
     except subprocess.TimeoutExpired:
         raise PlacementError(
@@ -107,8 +109,10 @@ def _query_driver() -> str:
             'check the driver, or set device="cpu"'
         ) from None
     if result.returncode != 0:
-        _log.warning("nvidia-smi failed, so no GPU is used: %s", (result.stderr or result.stdout).strip())
-        return ""
+        said = (result.stderr or result.stdout).strip()
+        raise PlacementError(
+            f'nvidia-smi failed, so the GPUs are unknown ({said}): check the driver, or set device="cpu"'
+        )
     return result.stdout
 
 

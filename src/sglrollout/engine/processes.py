@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -11,6 +12,8 @@ import psutil
 
 _POLL_S = 0.02
 _TRACKER_GRACE_S = 2.0
+_LOOK_AGAIN_S = 0.5
+_log = logging.getLogger("sglrollout.engine")
 
 
 def end_group(group: int, timeout_s: float) -> None:
@@ -20,14 +23,18 @@ def end_group(group: int, timeout_s: float) -> None:
     semaphores and shared memory that those left behind. One that does not is killed in the end, unless it waits for
     this very process.
     """
-    members = group_members(group)
-    trackers = [process for process in members if _is_tracker(process)]
-    others = [process for process in members if process not in trackers]
-    _kill(others)
-    _wait_gone(others, timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while members := group_members(group):  # again and again: one may have been born while others were listed
+        others = [process for process in members if not _is_tracker(process)]
+        if not others or time.monotonic() > deadline:
+            break
+        _kill(others)
+        _wait_gone(others, min(_LOOK_AGAIN_S, timeout_s))
     if os.getpgid(0) != group:
-        _wait_gone(trackers, _TRACKER_GRACE_S)
-        _kill(trackers)
+        _wait_gone(members, _TRACKER_GRACE_S)
+        _kill(members)
+    if survivors := [process.pid for process in group_members(group) if not _is_tracker(process)]:
+        _log.error("processes %s of group %s did not end", survivors, group)
 
 
 def group_members(group: int) -> list[psutil.Process]:

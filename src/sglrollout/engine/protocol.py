@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from sglrollout.errors import EngineRequestError
 from sglrollout.types import FinishReason, VersionSpan
 from sglrollout.wire.messages import EngineInfo, Finish, Load, Output
 
@@ -22,6 +23,7 @@ class Request:
         "_waiter",
         "chunk_tokens",
         "created_s",
+        "engine",
         "error",
         "finish",
         "finished_s",
@@ -38,6 +40,7 @@ class Request:
     def __init__(self, prompt_ids: Sequence[int], sampling: dict[str, Any], chunk_tokens: int = 0) -> None:
         self.prompt_ids, self.sampling, self.chunk_tokens = prompt_ids, sampling, chunk_tokens
         self.request_id = -1
+        self.engine = ""
         self.token_ids: list[int] = []
         self.logprobs: list[float] | None = [] if sampling.get("logprobs", True) else None
         self._version_starts: list[tuple[int, int]] = []
@@ -81,20 +84,25 @@ class Request:
         if self.finish is not None:
             return
         if output.token_ids:
+            if self.logprobs is not None and len(output.logprobs or ()) != len(output.token_ids):
+                self.end(Finish("error", message="tokens came without their logprobs"))
+                return
             if not self._version_starts or self._version_starts[-1][0] != version:
                 self._begin_version(version)
             self.token_ids += output.token_ids
-            if self.logprobs is not None and output.logprobs is not None:
-                self.logprobs += output.logprobs
+            if self.logprobs is not None:
+                self.logprobs += output.logprobs or ()
         if output.finish is not None:
             self.end(output.finish)
         elif self._waiter is not None:
             self._wake()
 
     def end(self, finish: Finish, error: Exception | None = None) -> None:
-        """End it; later calls change nothing."""
+        """End it; later calls change nothing. An end by error always has one."""
         if self.finish is not None:
             return
+        if error is None and finish.reason == "error":
+            error = EngineRequestError(self.engine, finish.message)
         self.finish, self.error = finish, error
         self.finished_s = time.monotonic()
         self._wake()

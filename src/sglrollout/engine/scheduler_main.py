@@ -1,4 +1,4 @@
-"""What SGLang's scheduler processes run first.  Imports nothing heavy: spawn imports it before SGLang.
+"""What SGLang's scheduler processes run first.  Imports nothing of SGLang or torch: spawn imports it first.
 
 SGLang starts its schedulers with the ``spawn`` method, so nothing that the host patched in memory reaches them; the
 entry function itself must come from here.
@@ -31,6 +31,14 @@ def run_scheduler(*args: Any, steps_to: str | None = None, **kwargs: Any) -> Non
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer(*args: Any, **kwargs: Any) -> None:
+    """Be SGLang's detokenizer, without its SIGQUIT. Only the public output path has one."""
+    _exit_instead_of_sigquit()
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    run_detokenizer_process(*args, **kwargs)
 
 
 def _exit_instead_of_sigquit() -> None:

@@ -21,6 +21,7 @@ from sglrollout.wire.messages import Finish, Output
 _METHOD = "_stream_output_generation"
 _PARAMETERS = ["self", "reqs", "return_logprob", "skip_req", "is_idle_batch"]
 _UNSTREAMED_INTERVAL = 50
+_NAN = "NaN happened"  # how SGLang ends a request on NaN logits: as if it had matched this stop string
 
 
 class Step(msgspec.Struct, array_like=True):
@@ -28,6 +29,9 @@ class Step(msgspec.Struct, array_like=True):
 
     ended: list[str]
     outputs: msgspec.Raw
+
+
+NO_OUTPUTS = msgspec.Raw(msgspec.msgpack.encode([]))
 
 
 def can_replace() -> bool:
@@ -41,19 +45,23 @@ def can_replace() -> bool:
 
 
 def send_steps_to(address: str) -> None:
-    """Replace the streamer's method in this process. Steps go to the host's ZMQ socket at ``address``."""
+    """Replace the streamer's method in this process. Steps go to the host's ZMQ socket at ``address``.
+
+    An empty step goes at once, from which the host knows that this is in place.
+    """
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
     socket = zmq.Context.instance().socket(zmq.PUSH)
     socket.set_hwm(0)
     socket.connect(address)
     encode = msgspec.msgpack.Encoder().encode
+    socket.send(encode(Step([], NO_OUTPUTS)))
     original = getattr(SchedulerOutputStreamer, _METHOD)
 
     def stream(
         self: Any, reqs: list[Any], return_logprob: bool, skip_req: Any = None, is_idle_batch: bool = False
     ) -> None:
-        if is_idle_batch or self.send_to_detokenizer.socket is None:  # the latter: not the rank that answers
+        if is_idle_batch:
             original(self, reqs, return_logprob, skip_req, is_idle_batch)
             return
         outputs, ended = [], []
@@ -63,7 +71,7 @@ def send_steps_to(address: str) -> None:
             outputs.append(output)
             if output.finish is not None:
                 ended.append(req.rid)
-        if outputs:
+        if outputs and self.send_to_detokenizer.socket is not None:  # None: a TP rank that only keeps the books
             socket.send(encode(Step(ended, msgspec.Raw(encode(outputs)))))
 
     setattr(SchedulerOutputStreamer, _METHOD, stream)
@@ -80,6 +88,9 @@ def _output(req: Any) -> Output | None:
         if req.finished_len is None:
             req.finished_len = len(req.output_ids)
         ids = req.output_ids[: req.finished_len]
+        if finish.reason == "error":
+            # Nothing worth having: a refused request was run on another prompt, to end it (set_finish_with_abort).
+            return Output(_number(req.rid), [], None, finish)
     else:
         ids = req.output_ids
         num_unsent = len(ids) - sent
@@ -118,6 +129,8 @@ def to_finish(reason: dict[str, Any], prompt_tokens: int = 0, cached_tokens: int
     kind, message = reason.get("type", "error"), str(reason.get("message") or "")
     if kind == "abort" and reason.get("status_code"):
         kind = "error"
+    if reason.get("matched") == _NAN:
+        return Finish("error", message="the model produced NaN, or a token outside its vocabulary")
     if kind not in ("stop", "length", "abort", "error"):
         kind, message = "error", f"unknown finish reason {reason}"
     return Finish(kind, reason.get("matched"), message, prompt_tokens or 0, cached_tokens or 0)

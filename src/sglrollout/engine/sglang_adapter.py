@@ -11,9 +11,9 @@ SGLang has not what that needs, the public ``generate_request`` streams are used
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -29,11 +29,13 @@ import zmq.asyncio
 
 from sglrollout.engine import cpu_support, scheduler_outputs
 from sglrollout.engine.environment import not_for_engines
-from sglrollout.engine.scheduler_main import ignore_sigquit, run_scheduler
+from sglrollout.engine.scheduler_main import ignore_sigquit, run_detokenizer, run_scheduler
 from sglrollout.engine.scheduler_outputs import to_finish
 from sglrollout.engine.scratch import note_file
 from sglrollout.errors import EngineRequestError
 from sglrollout.wire.messages import EncodedOutputs, EngineInfo, Finish, Generate, Launch, Load, Output, Outputs
+
+_log = logging.getLogger("sglrollout.engine")
 
 Emit = Callable[[Outputs | EncodedOutputs], None]
 
@@ -90,6 +92,10 @@ class SGLangEngine:
 
         fast = launch.fast_outputs and self._can_take_steps(Engine, TokenizerManager)
         manager_class = _letting_go(TokenizerManager, self) if fast else TokenizerManager
+        if fast and launch.engine_args.get("enable_metrics"):
+            self.warnings.append(
+                "SGLang's metrics of its tokenizer manager stay empty: give fast_outputs=False for them"
+            )
         if fast:
             self._steps_address = f"ipc://{launch.scratch_dir}/steps"
             self._steps = self._zmq.socket(zmq.PULL)
@@ -98,6 +104,8 @@ class SGLangEngine:
         adapter = self
 
         class HostedEngine(Engine):  # type: ignore[misc]
+            shutdown = _no_shutdown
+            run_detokenizer_process_func = staticmethod(run_detokenizer)
             run_scheduler_process_func = staticmethod(partial(run_scheduler, steps_to=adapter._steps_address))
 
             @staticmethod
@@ -122,13 +130,16 @@ class SGLangEngine:
                 adapter._detokenizers = list(launched[0])
                 return launched
 
-        arguments = {"log_level": "info", **launch.engine_args, "custom_sigquit_handler": ignore_sigquit}
+        arguments = {**launch.engine_args, "custom_sigquit_handler": ignore_sigquit}
         return HostedEngine(**arguments), fast
 
     def _can_take_steps(self, engine_class: Any, manager_class: Any) -> bool:
         """Whether this SGLang has what taking whole steps relies on."""
         hooks = {
-            engine_class: ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"),
+            engine_class: (
+                *("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"),
+                *("init_tokenizer_manager_func", "run_scheduler_process_func", "run_detokenizer_process_func"),
+            ),
             manager_class: ("_handle_abort_req", "generate_request", "abort_request"),
         }
         missing = [name for owner, names in hooks.items() for name in names if not hasattr(owner, name)]
@@ -148,11 +159,10 @@ class SGLangEngine:
             note_file(scratch_dir, shm_path_for(port_args.instance_id))
 
     def _take_over(self) -> None:
-        """Take from SGLang what it would do to this process: its exit hook, watchdog and signal handlers.
+        """Take from SGLang what it would do to this process: its watchdog and signal handlers.
 
-        All of them end with killing every child of the process, ours or not.
+        As its exit hook, which ``_no_shutdown`` replaces, they end with killing every child of the process.
         """
-        atexit.unregister(self._engine.shutdown)
         watchdog = getattr(self._manager, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()
@@ -173,7 +183,13 @@ class SGLangEngine:
         end_processes(list(self.processes.values()), set(self._engine.get_all_child_pids()))
 
     async def info(self) -> EngineInfo:
-        """What the engine says of itself. The first call to SGLang: it binds to the loop that runs this."""
+        """What the engine says of itself. The first call to SGLang: it binds to the loop that runs this.
+
+        Raises:
+            TimeoutError: SGLang does not answer, or its scheduler does not send steps.
+        """
+        if self._steps is not None:
+            await asyncio.wait_for(self._steps.recv(), _FIRST_ANSWER_S)
         manager, args = self._manager, self._engine.server_args
         scheduler = self._engine._scheduler_init_result.scheduler_infos[0]
         (state,) = await asyncio.wait_for(manager.get_internal_state(), _FIRST_ANSWER_S)
@@ -213,7 +229,11 @@ class SGLangEngine:
 
     def abort(self, request_id: int) -> None:
         """Drop one request; it still ends through ``emit``, within half a second."""
-        if request_id not in self._tasks:
+        task = self._tasks.get(request_id)
+        if task is None:
+            return
+        if _rid(request_id) not in self._manager.rid_to_state:
+            task.cancel("aborted before it began")
             return
         self._manager.abort_request(rid=_rid(request_id))
         asyncio.get_running_loop().call_later(_FORCED_END_S, self._force_end, request_id)
@@ -222,6 +242,7 @@ class SGLangEngine:
         """For a request that the scheduler does not know yet, so that its abort found nothing."""
         task = self._tasks.get(request_id)
         if task is not None:
+            self._manager.abort_request(rid=_rid(request_id))
             task.cancel("aborted")
 
     async def _serve(self, request: Generate) -> None:
@@ -248,7 +269,8 @@ class SGLangEngine:
             step = decode(await self._steps.recv())
             for rid in step.ended:
                 self._manager.let_go(rid)
-            self._emit(EncodedOutputs(self.weight_version, step.outputs))
+            if bytes(step.outputs) != bytes(scheduler_outputs.NO_OUTPUTS):
+                self._emit(EncodedOutputs(self.weight_version, step.outputs))
 
     def _emit_end(self, request_id: int, finish: Finish) -> None:
         self._emit(Outputs(self.weight_version, [Output(request_id, [], None, finish)]))
@@ -295,7 +317,11 @@ class SGLangEngine:
             )
 
 
-def end_processes(processes: list[Any], pids: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+def _no_shutdown(self: Any) -> None:
+    """In place of ``Engine.shutdown``, which SIGKILLs every child of the process, and runs at its exit."""
+
+
+def end_processes(processes: list[Any], pids: set[int]) -> None:
     """Kill and reap ``processes``, and kill the other ``pids``."""
     for pid in pids | {process.pid for process in processes}:
         with contextlib.suppress(ProcessLookupError):
@@ -341,12 +367,18 @@ def _letting_go(manager_class: Any, adapter: SGLangEngine) -> Any:
             state.out_list.append({"meta_info": {}})
             state.event.set()
             if self.enable_lora and state.obj.lora_path:
-                self.asyncio_tasks.add(asyncio.ensure_future(self.lora_registry.release(state.obj.lora_id)))
+                release = asyncio.ensure_future(self.lora_registry.release(state.obj.lora_id))
+                self.asyncio_tasks.add(release)
+                release.add_done_callback(self.asyncio_tasks.discard)
 
         def _handle_abort_req(self, recv_obj: Any) -> None:
             """The scheduler dropped a request that it had not run yet; there is no step that would say so."""
             known = recv_obj.rid in self.rid_to_state
-            super()._handle_abort_req(recv_obj)
+            try:
+                super()._handle_abort_req(recv_obj)
+            except Exception:  # SGLang would answer it by killing every process of the tree
+                _log.exception("SGLang's handling of an abort failed")
+                self.let_go(recv_obj.rid)
             if known and recv_obj.rid not in self.rid_to_state:
                 reason = recv_obj.finished_reason or {"type": "abort", "message": "aborted while it waited"}
                 adapter._emit_end(int(recv_obj.rid, 16), to_finish(reason))
@@ -357,14 +389,14 @@ def _letting_go(manager_class: Any, adapter: SGLangEngine) -> Any:
 class _QuietSignals:
     """Signal handlers for SGLang to install in place of its own, which kill the process tree.
 
-    The host sees a dead scheduler by its sentinel; nothing is left to do here.
+    The host sees a dead scheduler by its sentinel and the end of its client by the channel: nothing is left to do here.
     """
 
     def __init__(self, tokenizer_manager: Any) -> None:
         pass
 
     def sigterm_handler(self, signum: Any = None, frame: Any = None) -> None:
-        raise SystemExit(0)
+        """Nothing: a preemption signals every process of a job, and engines must outlive the trainer's last steps."""
 
     def running_phase_sigquit_handler(self, signum: Any = None, frame: Any = None) -> None:
         pass
@@ -380,16 +412,27 @@ def _process_state_kept(scratch_dir: str) -> Iterator[None]:
     policy = asyncio.get_event_loop_policy()
     method = multiprocessing.get_start_method(allow_none=True)
     environment, thresholds, temporary = dict(os.environ), gc.get_threshold(), tempfile.tempdir
+    built = environment
     try:
         tempfile.tempdir = scratch_dir
         for name in not_for_engines(os.environ):
             del os.environ[name]
         yield
+        built = dict(os.environ)
     finally:
         asyncio.set_event_loop_policy(policy)
         multiprocessing.set_start_method(method, force=True)
         gc.set_threshold(*thresholds)
         tempfile.tempdir = temporary
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+        _restore_environment(environment, built)
+
+
+def _restore_environment(before: dict[str, str], built: dict[str, str]) -> None:
+    """Undo what the build did to the environment; what somebody else changed since stays as it is."""
+    for name in before.keys() | built.keys():
+        if os.environ.get(name) != built.get(name):
+            continue
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            os.environ.pop(name, None)

@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def engine(self) -> str:
-        return self._lease.target.name if self._lease is not None else ""
+        return self.request.engine
 
     def cancel(self, message: str = "cancelled by the caller", error: Exception | None = None) -> None:
         """Abort it in its engine and free its slot, now. Does nothing once it has ended."""
@@ -54,6 +54,7 @@ class Sample:
 
     def hold(self, lease: Lease[Member], deadline: float | None) -> None:
         self._lease = lease
+        self.request.engine = lease.target.name
         if deadline is not None and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - time.monotonic()), self._expire)
 
