@@ -9,6 +9,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -122,4 +123,6 @@ async def in_a_thread_with_a_dying_scheduler(model: str) -> None:
 
 
 if __name__ == "__main__":
+    # A shell starts what it runs in the background with Ctrl-C ignored, and that is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.run(globals()[sys.argv[1]](sys.argv[2]))
