@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+import anyio
+from anyio.from_thread import BlockingPortal
 
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.protocol import Engine
@@ -100,7 +101,7 @@ class RolloutEngine:
         self.config = config_of(model, config, options)
         self._engines = engines
         self._pid = os.getpid()
-        self._portal_context: AbstractContextManager[BlockingPortal] | None = None
+        self._thread: threading.Thread | None = None
         self._portal: BlockingPortal | None = None
         self._inner: AsyncRolloutEngine | None = None
 
@@ -111,10 +112,9 @@ class RolloutEngine:
 
     def start(self, wait: bool = True) -> Self:
         """Start all engines; with ``wait=False`` they load while this thread goes on."""
-        if self._portal_context is not None:
+        if self._thread is not None:
             raise LifecycleError("this rollout was started already; make a new one to start again")
-        self._portal_context = start_blocking_portal("asyncio")
-        self._portal = self._portal_context.__enter__()
+        self._portal = self._start_portal()
         try:
             self._inner = AsyncRolloutEngine(config=self.config, engines=self._engines)
             self._call(self._inner.start, wait)
@@ -127,13 +127,14 @@ class RolloutEngine:
         """End all engines, and the thread. Safe to call twice."""
         refuse_fork(self._pid)
         portal, self._portal = self._portal, None
-        if portal is None or self._portal_context is None:
+        if portal is None or self._thread is None:
             return
         try:
             if self._inner is not None:
                 portal.call(self._inner.close)
         finally:
-            self._portal_context.__exit__(None, None, None)
+            portal.call(portal.stop)
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -216,6 +217,19 @@ class RolloutEngine:
         if self._inner is None or self._portal is None:
             raise LifecycleError('this rollout is not running: use "with", or call start()')
         return self._inner
+
+    def _start_portal(self) -> BlockingPortal:
+        """A portal on a daemon thread: a script that fails before close() must still be able to exit."""
+        started: Future[BlockingPortal] = Future()
+
+        async def serve() -> None:
+            async with BlockingPortal() as portal:
+                started.set_result(portal)
+                await portal.sleep_until_stopped()
+
+        self._thread = threading.Thread(target=anyio.run, args=(serve,), name="sglrollout", daemon=True)
+        self._thread.start()
+        return started.result()
 
     def _call(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Run it on the rollout's loop and wait. An interrupt of the wait cancels it there."""

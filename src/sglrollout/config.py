@@ -30,13 +30,17 @@ class Sampling(Options, frozen=True):
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Probability mass to sample from, most likely tokens first."
     )
-    top_k: int = Field(default=-1, description="Number of most likely tokens to sample from; -1 is all of them.")
+    top_k: int = Field(
+        default=-1, le=2**31 - 1, description="Number of most likely tokens to sample from; -1 is all of them."
+    )
     min_p: float = Field(
         default=0.0, ge=0, le=1, description="Least probability of a token, relative to the likeliest one's."
     )
     max_new_tokens: int = Field(default=128, ge=1, description="Tokens to sample at most.")
     min_new_tokens: int = Field(
-        default=0, ge=0, description="Tokens to sample before a stop or end of sequence is possible."
+        default=0,
+        ge=0,
+        description="Tokens to sample before a stop token or end of sequence is possible; a stop string still ends it.",
     )
     stop: Sequence[str] = Field(
         default=(), max_length=32, description="Strings that end a completion; a single string is also accepted."
@@ -128,6 +132,16 @@ class Sampling(Options, frozen=True):
             re.compile(value or "")
         except re.error as error:
             raise ValueError(f"must be a valid regular expression ({error})") from None
+        return value
+
+    @field_validator("stop", "regex", "ebnf", "json_schema", "lora")
+    @classmethod
+    def _unicode(cls, value: Any) -> Any:
+        for text in (value,) if isinstance(value, str) else value or ():
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ValueError("must be valid Unicode, without lone surrogates") from None
         return value
 
     @field_validator("regex", "ebnf", "lora")

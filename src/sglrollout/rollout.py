@@ -20,7 +20,7 @@ from sglrollout.concurrency import in_parallel, unwrapped
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.launch import build_engines
 from sglrollout.engine.protocol import Engine
-from sglrollout.errors import ConfigError, LifecycleError, RolloutError, fresh
+from sglrollout.errors import ConfigError, LifecycleError, NoEngineError, RolloutError, fresh
 from sglrollout.generation.batch import BatchOptions, GroupStream, OnError, Ready
 from sglrollout.generation.sampler import Sampler
 from sglrollout.generation.stream import Stream
@@ -31,6 +31,7 @@ from sglrollout.types import Group, Prompt
 from sglrollout.wire.messages import EngineInfo, Load
 
 _log = logging.getLogger("sglrollout")
+_LONGEST_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +316,7 @@ class AsyncRolloutEngine:
     def _timeout(self, timeout_s: float | None) -> float | None:
         if timeout_s is None:
             return self.config.request_timeout_s
-        if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool) or not timeout_s > 0:
-            raise ConfigError("timeout_s", timeout_s, "must be a number of seconds greater than 0")
-        return float(timeout_s)
+        return check_timeout(timeout_s)
 
     # ------------------------------------------------------------ the pool
 
@@ -329,8 +328,12 @@ class AsyncRolloutEngine:
 
         Raises:
             EngineRequestError: requests still run in an engine.
+            NoEngineError: every engine is dead.
         """
+        check_timeout(timeout_s)
         await self._until_ready()
+        if not any(member.ready for member in self._members):
+            raise NoEngineError("every engine of the pool is dead")
         await in_parallel(
             partial(member.engine.command, "flush_cache", timeout_s=timeout_s)
             for member in self._members
@@ -382,6 +385,14 @@ def _sampling(sampling: Sampling | None) -> Sampling:
     if sampling is not None and not isinstance(sampling, Sampling):
         raise ConfigError("sampling", sampling, "must be a sglrollout.Sampling")
     return sampling or Sampling()
+
+
+def check_timeout(timeout_s: float) -> float:
+    """``timeout_s`` as a float, or ConfigError."""
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not number or not 0 < timeout_s < _LONGEST_S:
+        raise ConfigError("timeout_s", timeout_s, "must be a number of seconds greater than 0")
+    return float(timeout_s)
 
 
 def refuse_fork(pid: int) -> None:

@@ -39,6 +39,8 @@ class Tokenizer:
             ConfigError: it is none of a text, token ids and chat messages.
         """
         if isinstance(prompt, str):
+            if not is_unicode(prompt):
+                raise ConfigError(field, prompt, "must be valid Unicode, without lone surrogates")
             return list(self.inner(prompt)["input_ids"])
         if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
             return self._render(prompt, field)
@@ -69,6 +71,15 @@ class Tokenizer:
             ids = ids[:-1]
         text = self.decode(ids, skip_special_tokens)
         return text[: text.find(match)] if isinstance(match, str) and match in text else text
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be encoded at all: JSON and file names bring lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_token_ids(prompt: Any, field: str) -> list[int]:

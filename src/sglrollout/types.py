@@ -77,6 +77,11 @@ class Completion:
                 f"{len(self.token_ids)} token ids came with {len(self.logprobs)} logprobs; refusing to pair them"
             )
 
+    def __getstate__(self) -> dict[str, object]:
+        """For pickling: with the text in place of what decodes it."""
+        text = {} if self._detokenize is None else {"text": self.text}
+        return {**self.__dict__, **text, "_detokenize": None}
+
     @cached_property
     def text(self) -> str:
         """The sampled text, decoded on first use; the stop string or stop token is left out."""
@@ -122,6 +127,10 @@ class Chunk:
     weight_version: int
     finish_reason: FinishReason | None = None
     _text: Callable[[], str] | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        """For pickling: with the text in place of what decodes it."""
+        return {**self.__dict__, "text": self.text, "_text": None}
 
     @cached_property
     def text(self) -> str:

@@ -269,8 +269,9 @@ async def test_leaving_as_completed_aborts_the_rest(rollout: sr.AsyncRolloutEngi
 async def test_a_prompt_with_no_room_left_has_finish_reason_length(rollout: sr.AsyncRolloutEngine) -> None:
     info = rollout.engines[0].info
     assert info is not None
-    (group,) = await rollout.generate([[5] * info.context_length], sampling=GREEDY)
-    assert (group.completions[0].finish_reason, group.completions[0].token_ids) == ("length", ())
+    for num_tokens in (info.max_prompt_tokens, info.max_prompt_tokens + 1, info.context_length):
+        (group,) = await rollout.generate([[5] * num_tokens], sampling=GREEDY)
+        assert (group.completions[0].finish_reason, group.completions[0].token_ids) == ("length", ())
     assert [chunk.finish_reason async for chunk in rollout.stream([5] * info.context_length, GREEDY)] == ["length"]
 
 

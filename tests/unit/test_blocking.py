@@ -346,3 +346,40 @@ def test_a_script_that_forgets_to_close_ends(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, script], timeout=20, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+FAILS_BEFORE_CLOSE = """
+import sglrollout as sr
+from sglrollout.testing import ScriptedEngine
+
+config = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True})
+rollout = sr.RolloutEngine(config=config, engines=[ScriptedEngine()]).start()
+rollout.generate([[1, 2]])
+raise SystemExit(7)
+"""
+
+IN_A_FORK = """
+import os, sys
+import sglrollout as sr
+from sglrollout.testing import ScriptedEngine
+
+config = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True})
+rollout = sr.RolloutEngine(config=config, engines=[ScriptedEngine()]).start()
+pid = os.fork()
+if pid == 0:
+    refused = 0
+    for call in (lambda: rollout.generate([[1, 2]]), rollout.flush_cache, rollout.close):
+        try:
+            call()
+        except sr.LifecycleError:
+            refused += 1
+    os._exit(refused)
+_, status = os.waitpid(pid, 0)
+rollout.close()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize(("script", "code"), [(FAILS_BEFORE_CLOSE, 7), (IN_A_FORK, 3)])
+def test_a_script_that_fails_or_forks_does_not_hang(script: str, code: int) -> None:
+    assert subprocess.run([sys.executable, "-c", script], timeout=30, check=False).returncode == code

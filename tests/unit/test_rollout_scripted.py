@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import os
+import pickle
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -135,8 +137,8 @@ async def test_a_prompt_with_no_room_ends_at_once_and_reaches_no_engine() -> Non
     async with rollout_of(engine) as rollout:
         chunks = [chunk async for chunk in rollout.stream([1] * 8)]
         assert [(chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [((), "length")]
-        groups = await rollout.generate([[1] * 8, [1] * 7, [1] * 9], n=2, sampling=LONG)
-        assert [[len(c.token_ids) for c in group.completions] for group in groups] == [[0, 0], [1, 1], [0, 0]]
+        groups = await rollout.generate([[1] * 8, [1] * 6, [1] * 9], n=2, sampling=LONG)
+        assert [[len(c.token_ids) for c in group.completions] for group in groups] == [[0, 0], [2, 2], [0, 0]]
     assert len(engine.submitted) == 2
 
 
@@ -820,6 +822,66 @@ async def test_every_call_may_come_from_a_task_of_its_own_as_cells_of_a_notebook
 
 async def _rest_of(stream: sr.Stream) -> list[int]:
     return [token async for chunk in stream for token in chunk.token_ids]
+
+
+async def test_a_stream_has_one_consumer_at_a_time() -> None:
+    async with rollout_of(ScriptedEngine(hang=True)) as rollout:
+        stream = rollout.stream([1, 2])
+        first = asyncio.create_task(anext(stream))
+        await turns()
+        with pytest.raises(sr.LifecycleError, match="one consumer"):
+            await anext(stream)
+        first.cancel()
+
+
+async def test_a_prompt_source_that_is_cancelled_fails_its_call_and_not_the_pool() -> None:
+    async def prompts() -> AsyncIterator[Prompt]:
+        yield [1, 2]
+        sleeping = asyncio.create_task(asyncio.sleep(9))
+        sleeping.cancel()
+        await sleeping
+
+    async with rollout_of(ScriptedEngine()) as rollout:
+        with pytest.raises(sr.ConfigError, match="was cancelled while it was read"):
+            assert [group async for group in rollout.as_completed(prompts())]
+        assert len(await rollout.generate([[1, 2]])) == 1
+
+
+async def test_closing_ends_a_call_whose_prompts_are_still_being_checked() -> None:
+    rollout = await rollout_of(ScriptedEngine()).start()
+    call = asyncio.create_task(rollout.generate([[1, 2]] * 500_000))
+    await asyncio.sleep(0.02)
+    await rollout.close()
+    with anyio.fail_after(5), pytest.raises(sr.LifecycleError):
+        await call
+
+
+@pytest.mark.parametrize("timeout_s", ["x", 0, -1.0, float("inf"), 10**400, True])
+async def test_a_flush_with_a_wrong_deadline_never_reaches_an_engine(timeout_s: Any) -> None:
+    engine = ScriptedEngine()
+    async with rollout_of(engine) as rollout:
+        with pytest.raises(sr.ConfigError, match="timeout_s must be a number of seconds"):
+            await rollout.flush_cache(timeout_s)
+        assert engine.commands == []
+
+
+async def test_a_flush_with_no_engine_left_is_an_error() -> None:
+    engine = ScriptedEngine()
+    async with rollout_of(engine) as rollout:
+        engine.die("gone")
+        await turns()
+        with pytest.raises(sr.NoEngineError):
+            await rollout.flush_cache()
+
+
+async def test_results_can_be_pickled() -> None:
+    async with rollout_of(ScriptedEngine(script=counting)) as rollout:
+        groups = await rollout.generate([[1, 2]], n=2)
+        chunks = [chunk async for chunk in rollout.stream([1, 2])]
+    assert pickle.loads(pickle.dumps(groups)) == groups
+    assert pickle.loads(pickle.dumps(chunks)) == chunks
+    with_text = dataclasses.replace(groups[0].completions[0], _detokenize=lambda completion: "what it said")
+    assert pickle.loads(pickle.dumps(with_text)).text == "what it said"
 
 
 async def test_starting_twice_is_refused() -> None:

@@ -196,7 +196,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, whose end is the engine's end
         signal.signal(number, signal.SIG_IGN)
     stopped = serve_socket(socket.socket(fileno=fd))
-    if not stopped and watch.orphaned.wait(2 * _ORPHAN_CHECK_S):
+    if stopped:
+        remove_scratch(scratch_dir)  # the client does too, unless it is interrupted on the way out
+    elif watch.orphaned.wait(2 * _ORPHAN_CHECK_S):
         watch.join()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,13 +15,14 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from sglrollout.config import Sampling
-from sglrollout.errors import LifecycleError, fresh
+from sglrollout.errors import ConfigError, LifecycleError, fresh
 from sglrollout.generation.sampler import Prepared, Sample, Sampler
 from sglrollout.types import Group, Prompt
 
 OnError = Literal["raise", "return"]
 _AHEAD_GROUPS = 64
 _CHECKPOINT_EVERY = 32
+_PREPARED_AT_ONCE = 1000
 _group_keys = itertools.count()
 
 
@@ -57,7 +58,14 @@ class _Run:
 class _Batch:
     """What runs behind a GroupStream. It never refers to that, so that a dropped GroupStream is noticed at once."""
 
-    def __init__(self, prompts: Iterable[Prompt] | AsyncIterable[Prompt], options: BatchOptions, ready: Ready) -> None:
+    def __init__(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        options: BatchOptions,
+        ready: Ready,
+        still_ready: Callable[[], Awaitable[Ready]],
+    ) -> None:
+        self._still_ready = still_ready
         self.loop = asyncio.get_running_loop()
         self._prompts, self._options = prompts, options
         self._sampler, self._tasks = ready
@@ -113,9 +121,11 @@ class _Batch:
         """Check prompts that are all there before any is started; check the others as they come."""
         prepare, prompts = self._sampler.prepare, self._prompts
         if isinstance(prompts, Sequence):
-            checked = await anyio.to_thread.run_sync(
-                lambda: [prepare(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
-            )
+            checked: list[Prepared] = []
+            for begin in range(0, len(prompts), _PREPARED_AT_ONCE):
+                some = range(begin, min(begin + _PREPARED_AT_ONCE, len(prompts)))
+                checked += await anyio.to_thread.run_sync(_prepare_some, prepare, prompts, some)
+                await self._still_ready()
             return _as_async(checked)
         return _prepare_lazily(prepare, prompts)
 
@@ -128,6 +138,14 @@ class _Batch:
                     await self._feed_group(prepared, index)
                     index += 1
                 self._fed = True
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                # Not ours: the source awaited something that was cancelled. It must not pass for a cancelled pool.
+                self._failure = self._failure or ConfigError(
+                    "prompts", self._prompts, "was cancelled while it was read"
+                )
             except Exception as error:
                 self._failure = self._failure or error
             finally:
@@ -201,7 +219,7 @@ class GroupStream:
             raise StopAsyncIteration
         try:
             if self._batch is None:
-                self._batch = _Batch(self._prompts, self._options, await self._ready())
+                self._batch = _Batch(self._prompts, self._options, await self._ready(), self._ready)
                 prompts = await self._batch.check()
                 await self._ready()  # which it may no longer be
                 self._batch.feed(prompts)
@@ -235,6 +253,12 @@ class GroupStream:
         # As in Stream: a loop left by `break` drops this object, possibly on another thread.
         if not self._over and self._batch is not None and not self._batch.loop.is_closed():
             self._batch.loop.call_soon_threadsafe(self._batch.abandon)
+
+
+def _prepare_some(
+    prepare: Callable[[Prompt, str], Prepared], prompts: Sequence[Prompt], indices: range
+) -> list[Prepared]:
+    return [prepare(prompts[i], f"prompts[{i}]") for i in indices]
 
 
 async def _as_async(items: Iterable[Prepared]) -> AsyncIterator[Prepared]:

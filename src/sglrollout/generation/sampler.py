@@ -105,7 +105,7 @@ class Sampler:
         return Prepared(prompt, tuple(ids), self._room(len(ids)))
 
     def _room(self, num_prompt_tokens: int) -> int:
-        if num_prompt_tokens > self.info.max_prompt_tokens:
+        if num_prompt_tokens >= self.info.max_prompt_tokens:  # SGLang refuses a prompt of that length itself
             return 0
         return min(self.info.context_length, self.info.max_total_tokens) - num_prompt_tokens
 

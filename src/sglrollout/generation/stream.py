@@ -44,7 +44,7 @@ class Stream:
         self._text: StreamText | None = None
         self._num_taken = 0
         self._span = 0
-        self._over = False
+        self._over = self._taken = False
 
     @property
     def completion(self) -> Completion:
@@ -65,6 +65,9 @@ class Stream:
     async def __anext__(self) -> Chunk:
         if self._over:
             raise StopAsyncIteration
+        if self._taken:
+            raise LifecycleError("another task is waiting for this stream's next chunk: a stream has one consumer")
+        self._taken = True
         try:
             sample = self._sample if self._sample is not None else await self._start()
             request = sample.request
@@ -73,6 +76,8 @@ class Stream:
         except BaseException:
             self._abandon()
             raise
+        finally:
+            self._taken = False
         if request.error is not None and len(request.token_ids) == self._num_taken:
             self._over = True
             raise fresh(request.error)
