@@ -12,7 +12,10 @@ from sglrollout.engine.placement import Placement, cpu_cores, plan
 from sglrollout.errors import ConfigError
 from sglrollout.wire.messages import Launch
 
-_CPU_DEFAULTS = {"attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": 32768}
+_CPU_DEFAULTS = {
+    **{"attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": 32768},
+    **{"sleep_on_idle": True},  # else an idle engine's scheduler keeps a whole core busy, which others compute on
+}
 
 
 def build_engines(config: RolloutConfig) -> list[EngineClient]:
