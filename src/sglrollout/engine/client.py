@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import anyio
 
+from sglrollout.concurrency import unwrapped
 from sglrollout.engine.launcher import HostProcess, HostThread, Launcher
 from sglrollout.engine.protocol import Request
 from sglrollout.errors import (
@@ -176,12 +177,13 @@ class EngineClient:
         """
         if self._host is None:
             await self._connect()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._close_after_host)
-            try:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._close_after_host)
                 result = await call()
-            finally:
                 tasks.cancel_scope.cancel()
+        except ExceptionGroup as group:
+            raise unwrapped(group) from None
         return result
 
     async def _connect(self) -> None:
