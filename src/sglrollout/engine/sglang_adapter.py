@@ -43,6 +43,7 @@ _SAMPLING_NAMES = {"seed": "sampling_seed"}
 _NOT_SAMPLING = frozenset({"logprobs", "lora"})
 _FORCED_END_S = 0.5
 _FIRST_ANSWER_S = 120.0
+_EMPTY_BYTES = memoryview(scheduler_outputs.NO_OUTPUTS).nbytes
 
 
 class SGLangEngine:
@@ -269,7 +270,7 @@ class SGLangEngine:
             step = decode(await self._steps.recv())
             for rid in step.ended:
                 self._manager.let_go(rid)
-            if bytes(step.outputs) != bytes(scheduler_outputs.NO_OUTPUTS):
+            if memoryview(step.outputs).nbytes > _EMPTY_BYTES:
                 self._emit(EncodedOutputs(self.weight_version, step.outputs))
 
     def _emit_end(self, request_id: int, finish: Finish) -> None:
@@ -411,28 +412,17 @@ def _process_state_kept(scratch_dir: str) -> Iterator[None]:
     """
     policy = asyncio.get_event_loop_policy()
     method = multiprocessing.get_start_method(allow_none=True)
-    environment, thresholds, temporary = dict(os.environ), gc.get_threshold(), tempfile.tempdir
-    built = environment
+    thresholds, temporary = gc.get_threshold(), tempfile.tempdir
+    removed = {name: os.environ.pop(name) for name in not_for_engines(os.environ)}
+    environment = dict(os.environ)
     try:
         tempfile.tempdir = scratch_dir
-        for name in not_for_engines(os.environ):
-            del os.environ[name]
         yield
-        built = dict(os.environ)
     finally:
         asyncio.set_event_loop_policy(policy)
         multiprocessing.set_start_method(method, force=True)
         gc.set_threshold(*thresholds)
         tempfile.tempdir = temporary
-        _restore_environment(environment, built)
-
-
-def _restore_environment(before: dict[str, str], built: dict[str, str]) -> None:
-    """Undo what the build did to the environment; what somebody else changed since stays as it is."""
-    for name in before.keys() | built.keys():
-        if os.environ.get(name) != built.get(name):
-            continue
-        if name in before:
-            os.environ[name] = before[name]
-        else:
-            os.environ.pop(name, None)
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment | removed)
