@@ -11,6 +11,7 @@ from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.errors import (
     ChannelError,
     ConfigError,
+    DeviceMemoryError,
     EngineDiedError,
     EngineError,
     EngineRequestError,
@@ -21,13 +22,21 @@ from sglrollout.errors import (
     QueueFullError,
     RequestTimeoutError,
     RolloutError,
+    StaleWeightsError,
     UnsupportedVersionError,
+    WeightMismatchError,
+    WeightNamesError,
+    WeightSyncError,
 )
 from sglrollout.generation.batch import GroupStream
 from sglrollout.generation.stream import Stream
+from sglrollout.pool.sleep import SleepReport
 from sglrollout.rollout import AsyncRolloutEngine, EngineStatus
 from sglrollout.types import Chunk, Completion, FinishReason, Group, Message, Prompt, Timings, VersionSpan
 from sglrollout.version import __version__
+from sglrollout.weights.report import SyncReport, VerifyReport
+from sglrollout.weights.sources import FSDPSource, ModuleSource, TensorSource
+from sglrollout.weights.syncer import WeightSyncer
 
 __all__ = [
     "AsyncRolloutEngine",
@@ -37,16 +46,19 @@ __all__ = [
     "Chunk",
     "Completion",
     "ConfigError",
+    "DeviceMemoryError",
     "EngineDiedError",
     "EngineError",
     "EngineRequestError",
     "EngineStartError",
     "EngineStatus",
+    "FSDPSource",
     "FinishReason",
     "Group",
     "GroupStream",
     "LifecycleError",
     "Message",
+    "ModuleSource",
     "NoEngineError",
     "PlacementError",
     "Prompt",
@@ -56,9 +68,18 @@ __all__ = [
     "RolloutEngine",
     "RolloutError",
     "Sampling",
+    "SleepReport",
+    "StaleWeightsError",
     "Stream",
+    "SyncReport",
+    "TensorSource",
     "Timings",
     "UnsupportedVersionError",
+    "VerifyReport",
     "VersionSpan",
+    "WeightMismatchError",
+    "WeightNamesError",
+    "WeightSyncError",
+    "WeightSyncer",
     "__version__",
 ]

@@ -18,6 +18,7 @@ from sglrollout.engine.protocol import Engine
 from sglrollout.errors import LifecycleError
 from sglrollout.generation.batch import OnError
 from sglrollout.generation.stream import Stream
+from sglrollout.pool.sleep import TAGS, SleepReport
 from sglrollout.rollout import AsyncRolloutEngine, EngineStatus, config_of, refuse_fork
 from sglrollout.types import Chunk, Completion, Group, Prompt
 
@@ -191,6 +192,22 @@ class RolloutEngine:
     def flush_cache(self, timeout_s: float = 5.0) -> None:
         """Empty the prefix cache of every engine, once nothing runs in it, within ``timeout_s``."""
         self._call(self._rollout.flush_cache, timeout_s)
+
+    def sleep(self, tags: Sequence[str] = TAGS, *, drain_s: float = 30.0, timeout_s: float = 60.0) -> SleepReport:
+        """Give device memory back to the trainer, until :meth:`wake`."""
+
+        async def call() -> SleepReport:
+            return await self._rollout.sleep(tags, drain_s=drain_s, timeout_s=timeout_s)
+
+        return self._call(call)
+
+    def wake(self, tags: Sequence[str] | None = None, *, timeout_s: float = 60.0) -> None:
+        """Take device memory again."""
+
+        async def call() -> None:
+            await self._rollout.wake(tags, timeout_s=timeout_s)
+
+        self._call(call)
 
     @property
     def engines(self) -> tuple[EngineStatus, ...]:

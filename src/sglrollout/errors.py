@@ -12,12 +12,18 @@ RolloutError
 ├── NoEngineError               no engine of the pool can take work
 ├── RequestTimeoutError         a request outlived its deadline                   (also a TimeoutError)
 ├── QueueFullError              more callers wait for a slot than max_queued
+├── StaleWeightsError           engines hold weights that are not the trainer's; a sync heals them
+├── WeightSyncError             a sync failed; names phase, rank and engine
+├── WeightNamesError            trainer and engine do not have the same weights; lists the names
+├── WeightMismatchError         an engine's weights differ from the trainer's after a sync
+├── DeviceMemoryError           a device has not the free memory that waking takes
 └── ChannelError                the channel to a host is broken or speaks another protocol
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -108,6 +114,84 @@ class QueueFullError(RolloutError):
     """More callers wait for a slot than ``max_queued`` allows."""
 
 
+class StaleWeightsError(RolloutError):
+    """Engines hold weights that are not the trainer's, after a failed sync or a sleep that gave them up.
+
+    The next good sync heals them.
+    """
+
+
+class WeightSyncError(RolloutError):
+    """A weight sync failed, on every rank alike. Engines that may hold half of it take no work until the next one.
+
+    Attributes:
+        phase: where: ``plan``, ``wake``, ``pause``, ``transfer``, ``flush``, ``resume`` or ``verify``.
+        reason: what happened.
+        rank: the trainer rank on which it failed first; ``None`` outside of torch.distributed.
+        engine: the engine concerned, if one is.
+    """
+
+    def __init__(self, phase: str, message: str, rank: int | None = None, engine: str | None = None) -> None:
+        self.phase, self.reason, self.rank, self.engine = phase, message, rank, engine
+        where = f" on rank {rank}" if rank is not None else ""
+        super().__init__(f"weight sync failed in {phase}{where}: {message}")
+
+
+class WeightNamesError(RolloutError):
+    """The trainer's weights are not those that the engines need. Nothing was sent.
+
+    Attributes:
+        missing: parameters of an engine that nothing would write, by its own (fused) names.
+        unexpected: weights that no engine knows.
+        duplicates: parameters that two weights would write.
+        mismatched: weights whose shape does not fit, with why.
+    """
+
+    def __init__(
+        self,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        duplicates: Sequence[str] = (),
+        mismatched: Sequence[str] = (),
+    ) -> None:
+        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
+        self.duplicates, self.mismatched = tuple(duplicates), tuple(mismatched)
+        kinds = {"missing": missing, "unexpected": unexpected, "duplicates": duplicates, "mismatched": mismatched}
+        lines = [f"\n  {kind} ({len(names)}): {_list(names)}" for kind, names in kinds.items() if names]
+        super().__init__(f"the trainer's weights do not fit the engines, nothing was sent{''.join(lines)}")
+
+
+class WeightMismatchError(RolloutError):
+    """Verification found weights in an engine that differ from the trainer's.
+
+    Attributes:
+        names: of the weights that differ, with the engine and TP rank.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(f"{len(self.names)} weights differ between trainer and engine: {_list(self.names)}")
+
+
+class DeviceMemoryError(RolloutError):
+    """A device has less free memory than an engine needs to wake. Nothing was woken.
+
+    Attributes:
+        engine: the engine's name.
+        needed_bytes: what waking takes, by tag.
+        free_bytes: what the device has.
+    """
+
+    def __init__(self, engine: str, needed_bytes: dict[str, int], free_bytes: int, total_bytes: int) -> None:
+        self.engine, self.needed_bytes, self.free_bytes = engine, needed_bytes, free_bytes
+        needed = sum(needed_bytes.values())
+        parts = ", ".join(f"{tag} {_gb(size)}" for tag, size in needed_bytes.items())
+        super().__init__(
+            f"{engine} needs {_gb(needed)} to wake ({parts}), and {_gb(free_bytes)} of {_gb(total_bytes)} are free: "
+            "free memory of the trainer first (offload its optimizer, torch.cuda.empty_cache()), or wake fewer tags"
+        )
+
+
 class ChannelError(RolloutError):
     """The channel to an engine host is broken, or the other end speaks another protocol."""
 
@@ -125,6 +209,15 @@ def _rebuilt(kind: type[RolloutError], args: tuple[Any, ...]) -> RolloutError:
     error = kind.__new__(kind, *args)
     error.args = args
     return error
+
+
+def _list(names: Sequence[str], most: int = 20) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
 
 
 def _brief(value: Any) -> str:

@@ -26,6 +26,7 @@ from sglrollout.generation.sampler import Sampler
 from sglrollout.generation.stream import Stream
 from sglrollout.observe import progress as _progress
 from sglrollout.pool.pool import Member, Pool
+from sglrollout.pool.sleep import TAGS, SleepReport, sleep, wake
 from sglrollout.text import Tokenizer
 from sglrollout.types import Group, Prompt
 from sglrollout.wire.messages import EngineInfo, Load
@@ -40,7 +41,8 @@ class EngineStatus:
 
     Attributes:
         name: for example ``engine-0``.
-        state: ``starting``, ``ready`` or ``dead``.
+        state: ``starting``, ``ready``, ``held`` (a sync or the like is under way), ``asleep``, ``stale`` (its weights
+            are not the trainer's) or ``dead``.
         num_inflight: samples this pool has in it.
         limit: samples it may have at once.
         info: what it said of itself when it came up.
@@ -214,6 +216,10 @@ class AsyncRolloutEngine:
             raise fresh(self._failure)
         return self._ready
 
+    async def _ready_pool(self) -> Pool:
+        """For a weight syncer."""
+        return (await self._until_ready()).sampler.pool
+
     def _check_loop(self) -> None:
         if asyncio.get_running_loop() is not self._loop:
             raise LifecycleError("this rollout was started on another event loop, and can be used on that one alone")
@@ -331,14 +337,41 @@ class AsyncRolloutEngine:
             NoEngineError: every engine is dead.
         """
         check_timeout(timeout_s)
-        await self._until_ready()
-        if not any(member.ready for member in self._members):
+        pool = await self._ready_pool()
+        if not pool.serving:
             raise NoEngineError("every engine of the pool is dead")
-        await in_parallel(
-            partial(member.engine.command, "flush_cache", timeout_s=timeout_s)
-            for member in self._members
-            if member.ready
-        )
+        with pool.exclusive("flush_cache"):
+            ready = [member for member in pool.members if member.ready]
+            await in_parallel(partial(member.engine.command, "flush_cache", timeout_s) for member in ready)
+
+    async def sleep(self, tags: Sequence[str] = TAGS, *, drain_s: float = 30.0, timeout_s: float = 60.0) -> SleepReport:
+        """Give device memory back to the trainer; calls that need engines are refused until :meth:`wake`.
+
+        Args:
+            tags: what to give up: ``kv_cache``, ``weights``, ``cuda_graph``. Weights come back as garbage, so that a
+                sync must follow, unless SGLang's ``enable_weights_cpu_backup`` is set.
+            drain_s: how long running samples may take to end, before they are aborted.
+            timeout_s: for each engine to answer.
+
+        Raises:
+            ConfigError: an unknown tag.
+            LifecycleError: asleep already, busy, or engines without ``memory_saver``. Nothing was done.
+        """
+        return await sleep(await self._ready_pool(), tuple(tags), drain_s, check_timeout(timeout_s))
+
+    async def wake(self, tags: Sequence[str] | None = None, *, timeout_s: float = 60.0) -> None:
+        """Take device memory again. After ``weights``, engines serve once a sync has filled them.
+
+        :meth:`WeightSyncer.sync` wakes engines by itself: their weights first, the rest once those are loaded.
+
+        Args:
+            tags: what to wake; by default all that is asleep.
+
+        Raises:
+            DeviceMemoryError: a device has not enough free memory, with a breakdown. Nothing was woken.
+            ConfigError, LifecycleError: an unknown tag, or one that is not asleep.
+        """
+        await wake(await self._ready_pool(), None if tags is None else tuple(tags), check_timeout(timeout_s))
 
     @property
     def _members(self) -> list[Member]:
@@ -367,7 +400,7 @@ class AsyncRolloutEngine:
     @property
     def weight_version(self) -> int:
         """The version of the weights that engines sample with; 0 until the first sync."""
-        return max((member.engine.info.weight_version for member in self._members if member.engine.info), default=0)
+        return self._pool.weight_version if self._pool is not None else 0
 
     @property
     def tokenizer(self) -> Any:

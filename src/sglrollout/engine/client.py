@@ -75,11 +75,12 @@ class EngineClient:
         log_dir: str | None = None,
     ) -> None:
         self.name = name
+        self.devices: Sequence[str] = tuple(devices)
         self.info: EngineInfo | None = None
         self.load: Load | None = None
         self.on_load: Callable[[Load], None] | None = None
         self.on_death: Callable[[Exception], None] | None = None
-        self._launch, self._devices, self._isolation = launch, list(devices), isolation
+        self._launch, self._isolation = launch, isolation
         self._start_timeout_s, self._close_timeout_s = start_timeout_s, close_timeout_s
         self._control_timeout_s = control_timeout_s
         self._log_dir = log_dir
@@ -190,7 +191,7 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         host_class = HostProcess if self._isolation == "process" else HostThread
         try:
-            self._host = host_class(self.name, theirs, self._devices, self._log_dir)
+            self._host = host_class(self.name, theirs, self.devices, self._log_dir)
         except BaseException as error:
             ours.close()
             theirs.close()
@@ -300,11 +301,22 @@ class EngineClient:
         if self._requests.pop(request.request_id, None) is not None and self._channel is not None:
             self._channel.send(Abort([request.request_id]))
 
-    async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
+    def drop(self, error: Exception) -> None:
+        requests, self._requests = self._requests, {}
+        if requests and self._channel is not None:
+            self._channel.send(Abort(list(requests)))
+        for request in requests.values():
+            request.end(Finish("error", message=str(error)), fresh(error))
+
+    async def command(self, name: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
         """Run ``name`` in the host.
 
+        Args:
+            timeout_s: passed on to the method, if given. Its answer is waited for ``control_timeout_s`` longer, or for
+                so long where there is none.
+
         Raises:
-            EngineRequestError: it failed there, or did not answer within ``control_timeout_s``.
+            EngineRequestError: it failed there, or did not answer in time.
             EngineDiedError: the engine ended meanwhile.
         """
         self._check_alive()
@@ -312,14 +324,14 @@ class EngineClient:
         command_id, event, answers = self._next_id, anyio.Event(), list[Reply]()
         self._next_id += 1
         self._replies[command_id] = (event, answers)
-        self._channel.send(Command(command_id, name, arguments))  # type: ignore[arg-type]
+        given = {} if timeout_s is None else {"timeout_s": timeout_s}
+        self._channel.send(Command(command_id, name, {**arguments, **given}))  # type: ignore[arg-type]
+        within_s = self._control_timeout_s + (timeout_s or 0.0)
         try:
-            with anyio.fail_after(self._control_timeout_s + arguments.get("timeout_s", 0.0)):
+            with anyio.fail_after(within_s):
                 await event.wait()
         except TimeoutError:
-            raise EngineRequestError(
-                self.name, f"{name} was not answered within control_timeout_s={self._control_timeout_s:g} s"
-            ) from None
+            raise EngineRequestError(self.name, f"{name} was not answered within {within_s:g} s") from None
         finally:
             self._replies.pop(command_id, None)
         if not answers:

@@ -44,6 +44,7 @@ from sglrollout.wire.messages import (
 _LOAD_INTERVAL_S = 0.25
 _ORPHAN_CHECK_S = 0.25
 _ORPHAN_END_S = 3.0
+_GRACE_S = 5.0
 
 
 class EngineHost:
@@ -51,7 +52,7 @@ class EngineHost:
 
     def __init__(self, channel: Channel[ToHost, SentByHost], on_children: Callable[[list[Any]], None]) -> None:
         self._channel, self._on_children = channel, on_children
-        self._engine: SGLangEngine | None = None
+        self._built: SGLangEngine | None = None
         self._over = anyio.Event()
         self._stopped = False
         self._tasks: TaskGroup
@@ -63,7 +64,7 @@ class EngineHost:
         if not isinstance(launch, Launch):
             return
         try:
-            self._engine = SGLangEngine(launch, self._emit, self._on_children)
+            self._built = SGLangEngine(launch, self._emit, self._on_children)
             info = await self._engine.info()
         except BaseException as error:
             self._channel.send(LaunchFailed(f"{type(error).__name__}: {error}"))
@@ -84,9 +85,14 @@ class EngineHost:
             await self.serve()
             return self._stopped
         finally:
-            if self._engine is not None:
-                self._engine.close()
+            if self._built is not None:
+                self._built.close()
             await self._channel.close()
+
+    @property
+    def _engine(self) -> SGLangEngine:
+        assert self._built is not None
+        return self._built
 
     async def _receive(self) -> None:
         engine = self._engine
@@ -106,7 +112,6 @@ class EngineHost:
         self._over.set()
 
     async def _command(self, command: Command) -> None:
-        assert self._engine is not None
         try:
             value = await getattr(self, f"_on_{command.name}")(**command.arguments)
             self._channel.send(Reply(command.command_id, value=value))
@@ -114,16 +119,58 @@ class EngineHost:
             self._channel.send(Reply(command.command_id, error=f"{type(error).__name__}: {error}"))
 
     async def _on_flush_cache(self, timeout_s: float) -> dict[str, Any]:
-        assert self._engine is not None
         await self._engine.flush_cache(timeout_s)
         return {}
+
+    async def _on_pause(self, mode: str, timeout_s: float) -> dict[str, Any]:
+        await self._engine.pause(mode, timeout_s)
+        return {}
+
+    async def _on_resume(self, version: int, timeout_s: float) -> dict[str, Any]:
+        await self._engine.resume(version, timeout_s)
+        return {}
+
+    async def _on_describe_weights(self, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        return {"reports": await self._engine.call_schedulers("describe", timeout_s, arguments)}
+
+    async def _on_attach_weights(self, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        await self._engine.call_schedulers("attach", timeout_s + _GRACE_S, {**arguments, "timeout_s": timeout_s})
+        return {}
+
+    async def _on_load_weights(self, timeout_s: float) -> dict[str, Any]:
+        return {"ranks": await self._engine.call_schedulers("load", timeout_s + _GRACE_S, {"timeout_s": timeout_s})}
+
+    async def _on_begin_portable(self) -> dict[str, Any]:
+        await self._engine.begin_portable()
+        return {}
+
+    async def _on_load_portable(self, payloads: list[bytes]) -> dict[str, Any]:
+        await self._engine.load_portable(payloads)
+        return {}
+
+    async def _on_end_portable(self) -> dict[str, Any]:
+        await self._engine.end_portable()
+        return {}
+
+    async def _on_checksum_weights(self, timeout_s: float, **arguments: Any) -> dict[str, Any]:
+        return {"ranks": await self._engine.call_schedulers("checksum", timeout_s, arguments)}
+
+    async def _on_sleep(self, tags: list[str]) -> dict[str, Any]:
+        await self._engine.sleep(tags)
+        return {}
+
+    async def _on_wake(self, tags: list[str]) -> dict[str, Any]:
+        await self._engine.wake(tags)
+        return {}
+
+    async def _on_memory(self, timeout_s: float) -> dict[str, Any]:
+        return {"ranks": await self._engine.call_schedulers("memory", timeout_s)}
 
     def _emit(self, outputs: Outputs | EncodedOutputs) -> None:
         self._channel.send(outputs)
 
     async def _report_load(self) -> None:
         """Tell the client the load, as long as there is any or it changed."""
-        assert self._engine is not None
         last = None
         while True:
             load = self._engine.load()
@@ -133,7 +180,6 @@ class EngineHost:
             await anyio.sleep(_LOAD_INTERVAL_S)
 
     def _watch_processes(self) -> None:
-        assert self._engine is not None
         loop = asyncio.get_running_loop()
         for name, process in self._engine.processes.items():
             loop.add_reader(process.sentinel, self._on_process_end, name, process)

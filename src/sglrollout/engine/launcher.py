@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +17,9 @@ import anyio.to_thread
 
 from sglrollout.engine.environment import host_environment
 from sglrollout.engine.processes import end_group
-from sglrollout.engine.scratch import remove_scratch
+from sglrollout.engine.scratch import new_scratch, remove_scratch
 from sglrollout.errors import LifecycleError
 
-_SOCKET_PATH_ROOM = 60
 _POLL_S = 0.25
 
 
@@ -52,7 +50,7 @@ class HostProcess:
     def __init__(self, name: str, sock: socket.socket, devices: Sequence[str], log_dir: str | None) -> None:
         if log_dir is not None:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
-        self.scratch_dir = _scratch_dir()
+        self.scratch_dir = new_scratch()
         self._log = Path(log_dir) / f"{name}-{os.getpid()}.log" if log_dir else self.scratch_dir / "engine.log"
         self._destroyed = False
         command = [sys.executable, "-m", "sglrollout.engine.host"]
@@ -110,7 +108,7 @@ class HostThread:
                 'an engine with isolation="thread" is already running in this process, and SGLang allows one: '
                 'close it first, or use isolation="process"'
             )
-        self.scratch_dir = _scratch_dir()
+        self.scratch_dir = new_scratch()
         self._children: list[Any] = []
         self._given_up = self._released = False
         self._failure = ""
@@ -157,14 +155,6 @@ class HostThread:
         for child in self._children:
             with contextlib.suppress(Exception):
                 child.kill()
-
-
-def _scratch_dir() -> Path:
-    """A private directory, short enough in name that sockets fit into it (their paths have 107 bytes)."""
-    root = tempfile.gettempdir()
-    if len(root) > _SOCKET_PATH_ROOM:
-        root = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="sglrollout-", dir=root))
 
 
 def _tail(path: Path, num_lines: int) -> str:

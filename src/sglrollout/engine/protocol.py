@@ -135,6 +135,8 @@ class Engine(Protocol):
     """
 
     name: str
+    devices: Sequence[str]
+    """UUIDs of its GPUs, in TP rank order; empty on a CPU."""
     info: EngineInfo | None
     load: Load | None
     on_load: Callable[[Load], None] | None
@@ -160,8 +162,15 @@ class Engine(Protocol):
     def abort(self, request: Request) -> None:
         """Ask the engine to drop a request. Never blocks; the request's own end is the caller's to set."""
 
-    async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """Run a control method in the host, or raise ``EngineRequestError``."""
+    def drop(self, error: Exception) -> None:
+        """Abort every request it holds; each ends with ``error``. Never blocks."""
+
+    async def command(self, name: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+        """Run a control method in the host, or raise ``EngineRequestError``.
+
+        Args:
+            timeout_s: how long the method itself may take; the answer is waited for a little longer.
+        """
 
     async def close(self) -> None:
         """End it and all it started; safe to call twice, from any state."""

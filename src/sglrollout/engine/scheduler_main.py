@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from sglrollout.engine import cpu_support, scheduler_outputs
+from sglrollout.engine import cpu_support, scheduler_agent, scheduler_outputs
 
 if cpu_support.is_enabled():
     # At import: unpickling this process's target comes before unpickling its arguments, which imports SGLang.
@@ -23,9 +23,15 @@ SCHEDULER_FAILED = 70
 """Exit code of a scheduler that failed and would have sent SIGQUIT to its parent."""
 
 
-def run_scheduler(*args: Any, steps_to: str | None = None, **kwargs: Any) -> None:
-    """Be SGLang's scheduler, without its SIGQUIT, and with our outputs where ``steps_to`` names the host's socket."""
+def run_scheduler(*args: Any, answers_to: str, steps_to: str | None = None, **kwargs: Any) -> None:
+    """Be SGLang's scheduler, without its SIGQUIT, and with what is ours in it.
+
+    Args:
+        answers_to: the host's socket for what it asks of the agent.
+        steps_to: the host's socket for outputs; ``None`` leaves them to SGLang.
+    """
     _exit_instead_of_sigquit()
+    scheduler_agent.install(answers_to)
     if steps_to is not None:
         scheduler_outputs.send_steps_to(steps_to)
     from sglang.srt.managers.scheduler import run_scheduler_process

@@ -25,8 +25,12 @@ _NAN = "NaN happened"  # how SGLang ends a request on NaN logits: as if it had m
 
 
 class Step(msgspec.Struct, array_like=True):
-    """One scheduler step: encoded :class:`Output` objects, and the ids of those requests that ended with it."""
+    """One scheduler step: encoded :class:`Output` objects, and the ids of those requests that ended with it.
 
+    ``weight_version`` is that of its tokens.
+    """
+
+    weight_version: int
     ended: list[str]
     outputs: msgspec.Raw
 
@@ -44,41 +48,80 @@ def can_replace() -> bool:
     return method is not None and list(inspect.signature(method).parameters) == _PARAMETERS
 
 
+class _Sender:
+    """Stands in for the streamer's method: sends what is new of each request, stamped with the weights' version."""
+
+    def __init__(self, address: str, original: Any) -> None:
+        self._original = original
+        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._sends = True
+        self._version, self._last_version, self._num_late_steps = 0, 0, 0
+        self._socket.send(self._encode(Step(0, [], NO_OUTPUTS)))
+
+    def stream(self, streamer: Any, reqs: list[Any], return_logprob: bool, skip_req: Any, is_idle_batch: bool) -> None:
+        if is_idle_batch:
+            self._original(streamer, reqs, return_logprob, skip_req, is_idle_batch)
+            return
+        self._sends = streamer.send_to_detokenizer.socket is not None  # not in a TP rank that only keeps the books
+        if self._num_late_steps:  # run before the weights changed, and counted only now: nothing of it may wait
+            self._num_late_steps -= 1
+            self._send(reqs, self._last_version, skip_req, whole=True)
+        else:
+            self._send(reqs, self._version, skip_req)
+
+    def change_version(self, version: int, live: list[Any], num_late_steps: int) -> None:
+        self._send([req for req in live if req.finished_reason is None], self._version, whole=True)
+        if version != self._version:
+            self._last_version, self._version, self._num_late_steps = self._version, version, num_late_steps
+
+    def _send(self, reqs: list[Any], version: int, skip_req: Any = None, whole: bool = False) -> None:
+        outputs, ended = [], []
+        for req in reqs:
+            if req is skip_req or (output := _output(req, whole)) is None:
+                continue
+            outputs.append(output)
+            if output.finish is not None:
+                ended.append(req.rid)
+        if outputs and self._sends:
+            self._socket.send(self._encode(Step(version, ended, msgspec.Raw(self._encode(outputs)))))
+
+
+_sender: _Sender | None = None
+
+
 def send_steps_to(address: str) -> None:
     """Replace the streamer's method in this process. Steps go to the host's ZMQ socket at ``address``.
 
     An empty step goes at once, from which the host knows that this is in place.
     """
+    global _sender
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
-    socket = zmq.Context.instance().socket(zmq.PUSH)
-    socket.set_hwm(0)
-    socket.connect(address)
-    encode = msgspec.msgpack.Encoder().encode
-    socket.send(encode(Step([], NO_OUTPUTS)))
-    original = getattr(SchedulerOutputStreamer, _METHOD)
+    sender = _sender = _Sender(address, getattr(SchedulerOutputStreamer, _METHOD))
 
     def stream(
         self: Any, reqs: list[Any], return_logprob: bool, skip_req: Any = None, is_idle_batch: bool = False
     ) -> None:
-        if is_idle_batch:
-            original(self, reqs, return_logprob, skip_req, is_idle_batch)
-            return
-        outputs, ended = [], []
-        for req in reqs:
-            if req is skip_req or (output := _output(req)) is None:
-                continue
-            outputs.append(output)
-            if output.finish is not None:
-                ended.append(req.rid)
-        if outputs and self.send_to_detokenizer.socket is not None:  # None: a TP rank that only keeps the books
-            socket.send(encode(Step(ended, msgspec.Raw(encode(outputs)))))
+        sender.stream(self, reqs, return_logprob, skip_req, is_idle_batch)
 
     setattr(SchedulerOutputStreamer, _METHOD, stream)
 
 
-def _output(req: Any) -> Output | None:
-    """What is new of one request, if it is time to send it. Notes in the request what was sent, as SGLang does."""
+def change_version(version: int, live: list[Any], num_late_steps: int) -> None:
+    """Stamp tokens with ``version`` from now on. What ``live`` requests have so far is sent under the one before.
+
+    Args:
+        num_late_steps: steps that ran before now and whose tokens come after: they too are of the one before.
+    """
+    if _sender is not None:
+        _sender.change_version(version, live, num_late_steps)
+
+
+def _output(req: Any, whole: bool = False) -> Output | None:
+    """What is new of one request, if it is time to send it or ``whole``. Notes in it what was sent, as SGLang does."""
     sent, finish = req.send_token_offset, None
     if req.finished_reason is not None:
         if req.finished_output:
@@ -94,7 +137,7 @@ def _output(req: Any) -> Output | None:
     else:
         ids = req.output_ids
         num_unsent = len(ids) - sent
-        if num_unsent < _interval(req, sent):
+        if num_unsent < (1 if whole else _interval(req, sent)):
             return None
     req.send_token_offset = len(ids)
     new = ids[sent:].tolist()

@@ -6,9 +6,19 @@ Whoever outlives the engine, its client or its host, removes both.
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 _LIST = "files-elsewhere"
+_SOCKET_PATH_ROOM = 60
+
+
+def new_scratch() -> Path:
+    """A private directory (mode 0700), short enough in name that sockets fit into it (their paths have 107 bytes)."""
+    root = tempfile.gettempdir()
+    if len(root) > _SOCKET_PATH_ROOM:
+        root = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="sglrollout-", dir=root))
 
 
 def note_file(scratch_dir: str, path: str) -> None:

@@ -27,7 +27,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from sglrollout.engine import cpu_support, scheduler_outputs
+from sglrollout.engine import cpu_support, scheduler_agent, scheduler_outputs
 from sglrollout.engine.environment import not_for_engines
 from sglrollout.engine.scheduler_main import ignore_sigquit, run_detokenizer, run_scheduler
 from sglrollout.engine.scheduler_outputs import to_finish
@@ -63,6 +63,7 @@ class SGLangEngine:
     ) -> None:
         begun = time.monotonic()
         self.weight_version = 0
+        self._paused = False
         self.warnings: list[str] = []
         self._emit, self._tasks = emit, dict[int, asyncio.Task[None]]()
         self._schedulers: list[Any] = []
@@ -70,6 +71,10 @@ class SGLangEngine:
         self._steps: zmq.asyncio.Socket | None = None
         self._steps_address: str | None = None
         self._zmq = zmq.asyncio.Context()
+        self._answers_address = f"ipc://{launch.scratch_dir}/answers"
+        self._answers = self._zmq.socket(zmq.PULL)
+        self._answers.bind(self._answers_address)
+        self._scratch_dir, self._num_calls, self._call_lock = launch.scratch_dir, 0, asyncio.Lock()
         try:
             with _process_state_kept(launch.scratch_dir):
                 self._engine, self._fast = self._build(launch, on_children)
@@ -107,7 +112,9 @@ class SGLangEngine:
         class HostedEngine(Engine):  # type: ignore[misc]
             shutdown = _no_shutdown
             run_detokenizer_process_func = staticmethod(run_detokenizer)
-            run_scheduler_process_func = staticmethod(partial(run_scheduler, steps_to=adapter._steps_address))
+            run_scheduler_process_func = staticmethod(
+                partial(run_scheduler, answers_to=adapter._answers_address, steps_to=adapter._steps_address)
+            )
 
             @staticmethod
             def init_tokenizer_manager_func(server_args: Any, port_args: Any) -> Any:
@@ -211,6 +218,8 @@ class SGLangEngine:
             deterministic=bool(self._info_args.get("enable_deterministic_inference")),
             has_tokenizer=not args.skip_tokenizer_init,
             memory_saver=bool(self._info_args.get("enable_memory_saver")),
+            keeps_weights=bool(self._info_args.get("enable_weights_cpu_backup")),
+            tp_size=len(self._schedulers),
             lora=bool(getattr(manager, "enable_lora", False)),
             weight_version=self.weight_version,
             start_s=self._start_s,
@@ -271,7 +280,7 @@ class SGLangEngine:
             for rid in step.ended:
                 self._manager.let_go(rid)
             if memoryview(step.outputs).nbytes > _EMPTY_BYTES:
-                self._emit(EncodedOutputs(self.weight_version, step.outputs))
+                self._emit(EncodedOutputs(step.weight_version, step.outputs))
 
     def _emit_end(self, request_id: int, finish: Finish) -> None:
         self._emit(Outputs(self.weight_version, [Output(request_id, [], None, finish)]))
@@ -311,11 +320,152 @@ class SGLangEngine:
         Raises:
             EngineRequestError: SGLang refused: requests still run.
         """
-        result = await self._manager.flush_cache(timeout_s=timeout_s)
-        if not result.success:
-            raise EngineRequestError(
-                "engine", f"SGLang did not flush its cache: {result.message or 'requests are running'}"
-            )
+        if self._paused:
+            answers = await self.call_schedulers("flush", timeout_s)
+            flushed, message = all(answers), ""
+        else:
+            result = await self._manager.flush_cache(timeout_s=timeout_s)
+            flushed, message = result.success, result.message
+        if not flushed:
+            raise EngineRequestError("engine", f"SGLang did not flush its cache: {message or 'requests are running'}")
+
+    async def pause(self, mode: str, timeout_s: float) -> None:
+        """Stop generating. What is submitted from here on waits.
+
+        Args:
+            mode: ``abort`` ends what runs, with its tokens so far; ``retract`` frees its KV cache and lets it begin
+                again from its tokens; ``in_place`` keeps it, KV cache and all.
+            timeout_s: for ``abort``: how long ends may take.
+
+        Raises:
+            TimeoutError: requests did not end in time, or the scheduler did not answer.
+        """
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = True
+        self._paused = True
+        if mode == "abort":
+            await asyncio.wait_for(self._abort_all(), timeout_s)
+            mode = "retract"  # of nothing: so that the scheduler, too, takes no step
+        await self.call_schedulers("pause", timeout_s, {"mode": mode})
+
+    async def _abort_all(self) -> None:
+        for request_id in list(self._tasks):
+            self.abort(request_id)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def resume(self, version: int, timeout_s: float) -> None:
+        """Generate again. Tokens sampled from here on are of ``version``."""
+        await self.call_schedulers("resume", timeout_s, {"version": version})
+        self.weight_version = version
+        self._paused = False
+        async with self._manager.is_pause_cond:
+            self._manager.is_pause = False
+            self._manager.is_pause_cond.notify_all()
+
+    async def begin_portable(self) -> None:
+        """Open SGLang's own weight update, where this version has such a session.
+
+        Raises:
+            EngineRequestError: SGLang refused.
+        """
+        if hasattr(self._manager, "begin_weight_update"):
+            from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+            _check("begin_weight_update", await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
+
+    async def load_portable(self, payloads: list[bytes]) -> None:
+        """One bucket in SGLang's own ``flattened_bucket`` format: a payload for each TP rank."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads, load_format="flattened_bucket", flush_cache=False
+        )
+        _check("update_weights_from_tensor", await self._manager.update_weights_from_tensor(request))
+
+    async def end_portable(self) -> None:
+        """Close SGLang's own weight update."""
+        if hasattr(self._manager, "end_weight_update"):
+            from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+            _check("end_weight_update", await self._manager.end_weight_update(EndWeightUpdateReqInput()))
+
+    async def sleep(self, tags: list[str]) -> None:
+        """Give the memory behind ``tags`` back to the device. Nothing may run."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+
+    async def wake(self, tags: list[str]) -> None:
+        """Take the memory behind ``tags`` again. Weights come back as garbage."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+
+    async def call_schedulers(self, method: str, within_s: float, arguments: dict[str, Any] | None = None) -> list[Any]:
+        """Run a method of the agent in every TP rank, between two steps.
+
+        Returns:
+            the answers, in TP rank order.
+
+        Raises:
+            EngineRequestError: it failed in one of them.
+            TimeoutError: one did not answer.
+        """
+        from sglang.srt.managers.io_struct import RpcReqInput
+
+        async with self._call_lock:
+            self._num_calls += 1
+            number, path = self._num_calls, os.path.join(self._scratch_dir, f"call-{self._num_calls}")
+            call = scheduler_agent.Call(number, method, arguments or {})
+            _write(path, msgspec.msgpack.encode(call))
+            try:
+                self._drop_late_replies()
+                sock_send, _ = _pickled_messages()
+                sock_send(
+                    self._engine.send_to_rpc, RpcReqInput(method=scheduler_agent.METHOD, parameters={"path": path})
+                )
+                answers = await asyncio.wait_for(self._answers_to(number), within_s)
+            except TimeoutError:
+                raise TimeoutError(f"{method} was not answered by every TP rank within {within_s:.3g} s") from None
+            finally:
+                os.unlink(path)
+        failed = [f"TP rank {answer.tp_rank}: {answer.error}" for answer in answers if answer.error]
+        if failed:
+            raise EngineRequestError("engine", "; ".join(failed))
+        return [answer.value for answer in answers]
+
+    async def _answers_to(self, number: int) -> list[scheduler_agent.Answer]:
+        answers: list[scheduler_agent.Answer] = []
+        while len(answers) < len(self._schedulers):
+            answer = msgspec.msgpack.decode(await self._answers.recv(), type=scheduler_agent.Answer)
+            if answer.number == number:  # else late, of a call that was given up
+                answers.append(answer)
+        return sorted(answers, key=lambda answer: answer.tp_rank)
+
+    def _drop_late_replies(self) -> None:
+        """SGLang answers each call too, with less than the agents say; nobody waits for that."""
+        _, sock_recv = _pickled_messages()
+        with contextlib.suppress(zmq.Again):
+            while True:
+                sock_recv(self._engine.send_to_rpc, zmq.NOBLOCK)
+
+
+def _pickled_messages() -> tuple[Any, Any]:
+    """SGLang's own way to send an object to its scheduler, and to take one."""
+    from sglang.srt.managers.io_struct import sock_recv, sock_send
+
+    return sock_send, sock_recv
+
+
+def _check(name: str, result: tuple[bool, str]) -> None:
+    success, message = result
+    if not success:
+        raise EngineRequestError("engine", f"SGLang refused {name}: {message}")
+
+
+def _write(path: str, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
 
 
 def _no_shutdown(self: Any) -> None:

@@ -63,6 +63,7 @@ class Dispatcher(Generic[T]):
         self._waiting: OrderedDict[asyncio.Future[Lease[T]], Hashable | None] = OrderedDict()
         self._affinity: OrderedDict[Hashable, T] = OrderedDict()
         self._closed: Exception | None = None
+        self._refusal: Exception | None = None
 
     @property
     def num_queued(self) -> int:
@@ -123,14 +124,24 @@ class Dispatcher(Generic[T]):
     def close(self, reason: Exception) -> None:
         """Fail all waiters, and all later calls, with ``reason``."""
         self._closed = reason
+        self._fail_waiters(reason)
+
+    def refuse(self, reason: Exception | None) -> None:
+        """Fail all waiters, and later calls, with ``reason``, until it is called with ``None``."""
+        self._refusal = reason
+        if reason is not None:
+            self._fail_waiters(reason)
+
+    def _fail_waiters(self, reason: Exception) -> None:
         waiting, self._waiting = self._waiting, OrderedDict()
         for future in waiting:
             if not future.done():
                 future.set_exception(fresh(reason))
 
     def _refuse_when_closed(self) -> None:
-        if self._closed is not None:
-            raise fresh(self._closed)
+        reason = self._closed or self._refusal
+        if reason is not None:
+            raise fresh(reason)
         if not self._targets:
             raise NoEngineError("the pool has no engine")
 

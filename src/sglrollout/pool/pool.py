@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Literal
 
@@ -11,7 +12,7 @@ from anyio.abc import TaskGroup
 
 from sglrollout.concurrency import in_parallel
 from sglrollout.engine.protocol import Engine
-from sglrollout.errors import NoEngineError
+from sglrollout.errors import LifecycleError, NoEngineError, StaleWeightsError
 from sglrollout.pool.dispatcher import Dispatcher
 from sglrollout.pool.limits import Limit
 from sglrollout.wire.messages import Load
@@ -24,24 +25,56 @@ class EngineState(Enum):
 
     STARTING = "starting"
     READY = "ready"
+    HELD = "held"
+    """Work for it waits: a sync, or a change of its memory, is under way."""
+    ASLEEP = "asleep"
+    """Memory of it is given up: its weights, its KV cache, or its graphs."""
+    STALE = "stale"
+    """Its weights are not the trainer's. It refuses work until a sync."""
     DEAD = "dead"
 
 
 class Member:
-    """An engine in the pool, with its state and its limit."""
+    """An engine in the pool, with its state and its limit.
+
+    Attributes:
+        held: work for it waits.
+        asleep: the memory that is given up, by tag, with its bytes per TP rank (0 where that is not known).
+        stale: why its weights are not the trainer's; empty when they are.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.state = EngineState.STARTING
+        self.held = False
+        self.asleep: dict[str, int] = {}
+        self.stale = ""
         self._limit: Limit | None = None
+        self._dead = False
 
     @property
     def name(self) -> str:
         return self.engine.name
 
     @property
+    def state(self) -> EngineState:
+        if self._dead:
+            return EngineState.DEAD
+        if self._limit is None:
+            return EngineState.STARTING
+        if self.held:
+            return EngineState.HELD
+        if self.asleep:
+            return EngineState.ASLEEP
+        return EngineState.STALE if self.stale else EngineState.READY
+
+    @property
     def ready(self) -> bool:
         return self.state is EngineState.READY and self.engine.alive  # a dying one frees slots before it says so
+
+    @property
+    def serving(self) -> bool:
+        """Up, whatever it may take: not starting and not dead."""
+        return self._limit is not None and not self._dead and self.engine.alive
 
     @property
     def limit(self) -> int:
@@ -50,7 +83,9 @@ class Member:
     def set_ready(self, setting: int | Literal["auto"]) -> None:
         assert self.engine.info is not None
         self._limit = Limit(setting, self.engine.info)
-        self.state = EngineState.READY
+
+    def bury(self) -> None:
+        self._dead = True
 
     def on_load(self, load: Load) -> None:
         if self._limit is not None:
@@ -70,6 +105,8 @@ class Pool:
         self.members = [Member(engine) for engine in engines]
         self.dispatcher: Dispatcher[Member] = Dispatcher(self.members, max_queued)
         self._max_inflight = max_inflight
+        self._busy = ""
+        self.weight_version = 0
 
     async def start(self, tasks: TaskGroup) -> None:
         """Start all engines in parallel; on the first failure end the others.
@@ -85,7 +122,10 @@ class Pool:
         await in_parallel(member.engine.start for member in self.members)
         for member in self.members:
             self._admit(member, tasks)
-        self.dispatcher.wake()
+        self.weight_version = max(
+            (member.engine.info.weight_version for member in self.serving if member.engine.info), default=0
+        )
+        self.changed()
 
     def _watch(self, member: Member) -> None:
         def on_load(load: Load) -> None:
@@ -104,14 +144,69 @@ class Pool:
         tasks.start_soon(member.engine.run)
 
     def _bury(self, member: Member, error: Exception) -> None:
-        member.state = EngineState.DEAD
+        member.bury()
         _log.error("%s", error)
         if all(other.state is EngineState.DEAD for other in self.members):
             gone = NoEngineError(f"every engine of the pool is dead; the last: {error}")
             gone.__cause__ = error
             self.dispatcher.close(gone)
         else:
-            self.dispatcher.wake()
+            self.changed()
+
+    # ------------------------------------------------------------ states
+
+    @property
+    def serving(self) -> list[Member]:
+        """The members that are up, ready or not."""
+        return [member for member in self.members if member.serving]
+
+    @contextmanager
+    def exclusive(self, what: str) -> Iterator[None]:
+        """For a change of the whole pool: a sync, a sleep, a wake.
+
+        Raises:
+            LifecycleError: another one is under way.
+        """
+        if self._busy:
+            raise LifecycleError(f"{what} cannot begin: {self._busy} is under way on this rollout")
+        self._busy = what
+        try:
+            yield
+        finally:
+            self._busy = ""
+
+    def hold(self, members: Sequence[Member]) -> None:
+        """Let work for them wait."""
+        for member in members:
+            member.held = True
+        self.changed()
+
+    def release(self, members: Sequence[Member]) -> None:
+        """Let them take work again, those that may."""
+        for member in members:
+            member.held = False
+        self.changed()
+
+    def spoil(self, members: Sequence[Member], reason: str) -> None:
+        """Their weights are not the trainer's any more: what they hold fails, and they take nothing until a sync."""
+        for member in members:
+            member.stale, member.held = reason, False
+            if member.engine.alive:
+                member.engine.drop(StaleWeightsError(f"{member.name} was given up: {reason}"))
+        self.changed()
+
+    def changed(self) -> None:
+        """Act on changed states: give out work, or refuse it where none could ever be taken as things are."""
+        states = {member.state for member in self.members}
+        if states & {EngineState.READY, EngineState.HELD, EngineState.STARTING}:
+            self.dispatcher.refuse(None)
+        elif EngineState.STALE in states:
+            reason = next(member.stale for member in self.members if member.state is EngineState.STALE)
+            self.dispatcher.refuse(StaleWeightsError(f"no engine has the trainer's weights: {reason}; sync first"))
+        elif EngineState.ASLEEP in states:
+            tags = sorted({tag for member in self.members for tag in member.asleep})
+            self.dispatcher.refuse(LifecycleError(f"the engines are asleep ({', '.join(tags)}): call wake() first"))
+        self.dispatcher.wake()
 
     async def close(self) -> None:
         """End all engines, in parallel."""

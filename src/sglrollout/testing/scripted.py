@@ -91,8 +91,10 @@ class ScriptedEngine:
         deterministic: claim to honour ``Sampling.seed``, which is refused otherwise.
         weight_version: of the tokens from now on.
         kv_usage: the share of the KV cache that load reports give.
+        memory_saver: whether it can sleep.
         fail_start: the message of the ``EngineStartError`` that ends :meth:`start`, after ``start_s``.
         fail_request: gives a reason to fail a request, or ``None``.
+        fail_command: gives a reason to fail a command, by its name, or ``None``.
         die_after: tokens, over all requests, after which the engine dies.
         hang: make no tokens while this is true.
 
@@ -118,8 +120,10 @@ class ScriptedEngine:
         deterministic: bool = False,
         weight_version: int = 0,
         kv_usage: float = 0.0,
+        memory_saver: bool = False,
         fail_start: str | None = None,
         fail_request: Callable[[Request], str | None] | None = None,
+        fail_command: Callable[[str], str | None] | None = None,
         die_after: int | None = None,
         hang: bool = False,
     ) -> None:
@@ -127,7 +131,8 @@ class ScriptedEngine:
         self.start_s, self.first_token_s, self.token_s = start_s, first_token_s, token_s
         self.context_length, self.vocab_size, self.deterministic = context_length, vocab_size, deterministic
         self.kv_usage, self.fail_start, self.fail_request = kv_usage, fail_start, fail_request
-        self.die_after = die_after
+        self.die_after, self.memory_saver, self.fail_command = die_after, memory_saver, fail_command
+        self.devices: Sequence[str] = ()
         self.info: EngineInfo | None = None
         self.load: Load | None = None
         self.on_load: Callable[[Load], None] | None = None
@@ -136,7 +141,7 @@ class ScriptedEngine:
         self.aborted: list[Request] = []
         self.commands: list[str] = []
         self.peak_running = self.num_tokens = 0
-        self._weight_version, self._hang = weight_version, hang
+        self._weight_version, self._hang, self._paused = weight_version, hang, False
         self._waiting: dict[Request, _Answer] = {}
         self._running: dict[Request, _Answer] = {}
         self._times_asked: dict[tuple[int, ...], int] = {}
@@ -187,7 +192,9 @@ class ScriptedEngine:
             fast_outputs=True,
             deterministic=self.deterministic,
             has_tokenizer=False,
-            memory_saver=False,
+            memory_saver=self.memory_saver,
+            keeps_weights=False,
+            tp_size=1,
             weight_version=self._weight_version,
             start_s=self.start_s,
             lora=False,
@@ -197,7 +204,7 @@ class ScriptedEngine:
         """Step until closed or dead."""
         while self.alive:
             self._report()
-            if self._hang or not (self._running or self._waiting):
+            if self._hang or self._paused or not (self._running or self._waiting):
                 self._work = anyio.Event()
                 await self._work.wait()
             else:
@@ -258,20 +265,59 @@ class ScriptedEngine:
             self.aborted.append(request)
             self._work.set()
 
-    async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """Run ``flush_cache``.
+    def drop(self, error: Exception) -> None:
+        """Abort all that it holds; each ends with ``error``."""
+        held = [*self._running, *self._waiting]
+        for request in held:
+            self.abort(request)
+            request.end(Finish("error", message=str(error)), error)
+
+    async def command(self, name: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+        """Run a command as a host would. Weights that a sync brings go nowhere, by the portable path.
 
         Raises:
-            EngineRequestError: it knows no such command, or cannot run it while it holds requests.
+            EngineRequestError: ``fail_command`` says so, or it cannot run it as things are.
             EngineDiedError: the engine is dead.
         """
         if self._death is not None:
             raise self._death
         self.commands.append(name)
-        if name != "flush_cache":
-            raise EngineRequestError(self.name, f"{name} failed: a scripted engine has no such command")
-        if self._running or self._waiting:
+        reason = self.fail_command(name) if self.fail_command is not None else None
+        if reason is not None:
+            raise EngineRequestError(self.name, f"{name} failed: {reason}")
+        return _COMMANDS[name](self, **arguments)
+
+    def _flush_cache(self) -> dict[str, Any]:
+        if not self._paused and (self._running or self._waiting):
             raise EngineRequestError(self.name, "flush_cache failed: requests are running")
+        return {}
+
+    def _pause(self, mode: str) -> dict[str, Any]:
+        self._paused = True
+        for request in [*self._running, *self._waiting] if mode == "abort" else []:
+            if answer := self._running.get(request):
+                self._send(answer)
+            self.abort(request)
+            request.end(Finish("abort", message="aborted by a weight sync"))
+        return {}
+
+    def _resume(self, version: int) -> dict[str, Any]:
+        self.weight_version, self._paused = version, False
+        self._work.set()
+        return {}
+
+    def _describe_weights(self, weights: list[Any], allow_missing: list[str]) -> dict[str, Any]:
+        report = {
+            **{"tp_rank": 0, "dtypes": [weight[2] for weight in weights], "copies": [[] for _ in weights]},
+            **{"unexpected": [], "missing": [], "duplicates": [], "mismatched": [], "num_parameters": 0},
+            "unsuited": "a scripted engine has no parameters",
+        }
+        return {"reports": [report]}
+
+    def _memory(self) -> dict[str, Any]:
+        return {"ranks": [{"free": 1 << 40, "total": 1 << 40, "reserved": 0}]}
+
+    def _nothing(self, **arguments: Any) -> dict[str, Any]:
         return {}
 
     @property
@@ -353,3 +399,17 @@ class ScriptedEngine:
             self.load = load
             if self.on_load is not None:
                 self.on_load(load)
+
+
+_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "flush_cache": ScriptedEngine._flush_cache,
+    "pause": ScriptedEngine._pause,
+    "resume": ScriptedEngine._resume,
+    "describe_weights": ScriptedEngine._describe_weights,
+    "begin_portable": ScriptedEngine._nothing,
+    "load_portable": ScriptedEngine._nothing,
+    "end_portable": ScriptedEngine._nothing,
+    "sleep": ScriptedEngine._nothing,
+    "wake": ScriptedEngine._nothing,
+    "memory": ScriptedEngine._memory,
+}

@@ -10,7 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL = 1
+from sglrollout.boxes import Box
+
+PROTOCOL = 2
 
 
 # ---------------------------------------------------------------- both ways
@@ -58,12 +60,60 @@ class Abort(msgspec.Struct, tag="abort"):
     request_ids: list[int]
 
 
+CommandName: TypeAlias = Literal[
+    "flush_cache",
+    "pause",
+    "resume",
+    "describe_weights",
+    "attach_weights",
+    "load_weights",
+    "begin_portable",
+    "load_portable",
+    "end_portable",
+    "checksum_weights",
+    "sleep",
+    "wake",
+    "memory",
+]
+
+
 class Command(msgspec.Struct, tag="command"):
     """Run a control method of the host; answered by a :class:`Reply` with the same ``command_id``."""
 
     command_id: int
-    name: Literal["flush_cache"]
+    name: CommandName
     arguments: dict[str, Any] = {}
+
+
+class WeightSpec(msgspec.Struct, array_like=True, frozen=True):
+    """A weight that a trainer will send, under its name in the checkpoint. ``dtype`` is torch's name of it.
+
+    ``aliases`` are other names of the same memory. An engine may ignore what is ``optional``.
+    """
+
+    name: str
+    shape: list[int]
+    dtype: str
+    aliases: list[str] = []
+    optional: bool = False
+
+
+class WeightReport(msgspec.Struct, frozen=True):
+    """What a TP rank says to a list of :class:`WeightSpec`: its parameters' dtypes, by weight, and what is wrong.
+
+    ``copies`` are, by weight, the boxes that this TP rank takes of it. ``unsuited`` says why this model cannot be
+    loaded by copying, and is empty when it can.
+    """
+
+    tp_rank: int
+    dtypes: list[str]
+    copies: list[list[Box]]
+    unexpected: list[str]
+    missing: list[str]
+    duplicates: list[str]
+    mismatched: list[str]
+    unsuited: str
+    num_parameters: int
 
 
 class Stop(msgspec.Struct, tag="stop"):
@@ -92,6 +142,9 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True):
     deterministic: bool
     has_tokenizer: bool
     memory_saver: bool
+    keeps_weights: bool
+    """Whether weights come back from a sleep as they were (SGLang's ``enable_weights_cpu_backup``)."""
+    tp_size: int
     lora: bool
     weight_version: int
     start_s: float

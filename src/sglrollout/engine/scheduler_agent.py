@@ -1,0 +1,219 @@
+"""Inside SGLang's scheduler: what an engine host can ask of each TP rank beyond SGLang's own messages.
+
+SGLang runs a method of its scheduler by name on every TP rank (``RpcReqInput``), between two steps of the event loop,
+and survives what it raises. :func:`install` adds one such method, which runs an :class:`Agent`'s. Arguments come in a
+file, since SGLang logs what comes with the call; answers go to a socket of the host, one from every TP rank.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from sglrollout.boxes import Box, narrowed
+from sglrollout.engine import scheduler_outputs
+from sglrollout.wire.messages import WeightReport, WeightSpec
+
+METHOD = "sglrollout_call"
+
+
+class Call(msgspec.Struct):
+    """``method`` of the agent, with arguments."""
+
+    number: int
+    method: str
+    arguments: dict[str, Any]
+
+
+class Answer(msgspec.Struct):
+    """What came of a call in one TP rank: ``error`` is empty when it succeeded."""
+
+    number: int
+    tp_rank: int
+    error: str = ""
+    value: Any = None
+
+
+def install(address: str) -> None:
+    """Add the method to SGLang's scheduler class in this process; answers go to the socket at ``address``."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket.connect(address)
+    agents: list[Agent] = []
+
+    def call(scheduler: Any, path: str) -> None:
+        if not agents:
+            agents.append(Agent(scheduler))
+        request = msgspec.msgpack.decode(Path(path).read_bytes(), type=Call)
+        socket.send(msgspec.msgpack.encode(agents[0].answer(request)))
+
+    setattr(Scheduler, METHOD, call)
+
+
+class Agent:
+    """The methods, each run on the scheduler's thread, in every TP rank at once."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._runner = scheduler.tp_worker.model_runner
+        self._tp_rank = int(scheduler.tp_group.rank_in_group)
+        self._weights: list[WeightSpec] = []
+        self._allow_missing: list[str] = []
+        self._recording: Any = None
+        self._addresses: tuple[int, ...] = ()
+        self._loader: Any = None
+
+    def answer(self, call: Call) -> Answer:
+        """Run a call. It never raises: what is wrong is the answer."""
+        try:
+            return Answer(call.number, self._tp_rank, value=getattr(self, call.method)(**call.arguments))
+        except Exception as error:
+            traceback.print_exc()
+            return Answer(call.number, self._tp_rank, f"{type(error).__name__}: {error}")
+
+    # ------------------------------------------------------------ between syncs
+
+    def pause(self, mode: str) -> None:
+        """Stop taking steps: ``retract`` gives the KV cache of running requests back, ``in_place`` keeps it."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    def resume(self, version: int) -> None:
+        """Take steps again. Tokens sampled from here on are of ``version``."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        scheduler_outputs.change_version(version, self._live_requests(), self._num_pending_results())
+        self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def flush(self) -> bool:
+        """Empty the prefix cache. While paused, requests may wait: they hold none of it, and keep their place."""
+        scheduler = self._scheduler
+        waiting, hidden = scheduler.waiting_queue, scheduler._engine_paused
+        if hidden:
+            scheduler.waiting_queue = []  # older versions refuse to flush beside them
+        try:
+            return bool(scheduler.flush_cache(empty_cache=False))
+        finally:
+            if hidden:
+                scheduler.waiting_queue = waiting
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this TP rank's device, and of those what this process's allocator holds."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return {}
+        free, total = torch.cuda.mem_get_info()
+        return {"free": free, "total": total, "reserved": torch.cuda.memory_reserved()}
+
+    # ------------------------------------------------------------ weights
+
+    def describe(self, weights: list[Any], allow_missing: list[str]) -> WeightReport:
+        """Find out where these weights would go; forget what was attached for others."""
+        self._detach()
+        self._weights = msgspec.convert(weights, list[WeightSpec])
+        self._allow_missing = allow_missing
+        self._record()
+        found = self._recording
+        dtypes = [weight.dtype for weight in self._weights]
+        copies: list[list[Any]] = [[] for _ in self._weights]
+        for copy in found.copies:
+            dtypes[copy.entry] = str(copy.target.dtype).removeprefix("torch.")
+            copies[copy.entry].append(copy.box)
+        return WeightReport(
+            tp_rank=self._tp_rank,
+            dtypes=dtypes,
+            copies=copies,
+            unexpected=found.unexpected,
+            missing=found.missing,
+            duplicates=found.duplicates,
+            mismatched=found.mismatched,
+            unsuited=found.unsuited,
+            num_parameters=len(self._addresses),
+        )
+
+    def attach(self, links: list[list[str]], engine: str, timeout_s: float) -> None:
+        """Join the trainer rank that serves this TP rank and map its memory. ``links``: (path, token) by TP rank."""
+        from sglrollout.engine.scheduler_loader import Loader
+
+        self._detach()
+        path, token = links[self._tp_rank]
+        self._loader = Loader(path, token, engine, self._tp_rank, self._recording, timeout_s)
+
+    def load(self, timeout_s: float) -> dict[str, float]:
+        """Take one sync's weights.
+
+        Raises:
+            StaleRecordingError: parameters are no longer where they were when this was attached.
+        """
+        if self._loader is None:
+            raise StaleRecordingError("no trainer is attached to this engine")
+        if self._addresses_now() != self._addresses:
+            self._detach()
+            raise StaleRecordingError("the engine's parameters have moved since they were recorded")
+        begun = time.perf_counter()
+        measured: dict[str, float] = self._loader.load(timeout_s)
+        return {**measured, "wall_s": time.perf_counter() - begun}
+
+    def checksum(self, boxes: list[Any]) -> dict[str, Any]:
+        """Sums of what each recorded copy wrote, cut by ``boxes``: by weight, copy, and box of that weight."""
+        from sglrollout.checksum import checksum
+
+        if self._recording is None or self._addresses_now() != self._addresses:
+            raise StaleRecordingError("the engine's parameters have moved since they were recorded")
+        by_weight = msgspec.convert(boxes, list[list[Box]])
+        copies: list[list[Any]] = [[] for _ in by_weight]
+        for copy in self._recording.copies:
+            copies[copy.entry].append(copy)
+        sums, num_bytes = [], 0
+        for i, of_weight in enumerate(copies):
+            for copy in of_weight:
+                for box in by_weight[i]:
+                    met = copy.box.intersect(box)
+                    if met is not None:
+                        part = narrowed(copy.target, met.within(copy.box))
+                        sums.append(checksum(part))
+                        num_bytes += part.nbytes
+        return {"sums": sums, "num_bytes": num_bytes}
+
+    def _record(self) -> None:
+        from sglrollout.engine.scheduler_recorder import record
+
+        draft = "speculative decoding has a draft model beside it" if self._scheduler.draft_worker is not None else ""
+        self._addresses = self._addresses_now()
+        self._recording = record(self._runner.model, self._weights, self._allow_missing)
+        if draft:
+            self._recording = self._recording._replace(unsuited=self._recording.unsuited or draft)
+
+    def _addresses_now(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in self._runner.model.parameters())
+
+    def _detach(self) -> None:
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            loader.close()
+
+    # ------------------------------------------------------------ requests
+
+    def _live_requests(self) -> list[Any]:
+        """Every request that has begun and not ended."""
+        scheduler = self._scheduler
+        batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+        requests = [req for batch in batches for req in batch.reqs]
+        requests += [*scheduler.waiting_queue, *([scheduler.chunked_req] if scheduler.chunked_req else [])]
+        return list({id(req): req for req in requests}.values())
+
+    def _num_pending_results(self) -> int:
+        """Steps that the device has run and whose tokens are not counted yet (overlapped scheduling)."""
+        return len(getattr(self._scheduler, "result_queue", ()) or ()) if self._scheduler.enable_overlap else 0
+
+
+class StaleRecordingError(Exception):
+    """What was recorded of the engine's parameters no longer holds; describe and attach again."""

@@ -1,0 +1,171 @@
+"""Sleep and wake: engines give device memory back while the trainer needs it, and take it again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from sglrollout.concurrency import in_parallel
+from sglrollout.errors import ConfigError, DeviceMemoryError, LifecycleError
+from sglrollout.pool.pool import Member, Pool
+
+TAGS = ("kv_cache", "weights", "cuda_graph")
+"""What an engine can give up, in the order in which it does."""
+
+_POLL_S = 0.005
+_MARGIN_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SleepReport:
+    """What engines gave back, by engine. Bytes are of the fullest of its devices.
+
+    Attributes:
+        seconds: the whole call.
+        freed_bytes: by engine and tag.
+        used_bytes: by engine: what is still in use on its device, by anybody. Grows with each cycle if memory leaks.
+        residual_bytes: by engine: what its own allocator still holds.
+    """
+
+    seconds: float
+    freed_bytes: dict[str, dict[str, int]]
+    used_bytes: dict[str, int]
+    residual_bytes: dict[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"asleep in {self.seconds:.3f} s"]
+        for engine, freed in self.freed_bytes.items():
+            parts = ", ".join(f"{tag} {size / 1e9:.2f}" for tag, size in freed.items())
+            used = f"{self.used_bytes[engine] / 1e9:.2f} GB still in use on its device"
+            lines.append(
+                f"{engine}: gave back {parts} GB; {used}, {self.residual_bytes[engine] / 1e9:.2f} GB by itself"
+            )
+        return "\n".join(lines)
+
+
+async def sleep(pool: Pool, tags: Sequence[str], drain_s: float, timeout_s: float) -> SleepReport:
+    """Give memory back. What runs has ``drain_s`` to end, and is aborted then.
+
+    Raises:
+        ConfigError, LifecycleError: nothing was done.
+    """
+    begun = time.monotonic()
+    members = pool.serving
+    _check_tags(tags)
+    _check_memory_saver(members)
+    for member in members:
+        twice = [tag for tag in tags if tag in member.asleep]
+        if twice:
+            raise LifecycleError(f"{member.name}'s {twice[0]} is asleep already")
+    with pool.exclusive("sleep"):
+        pool.hold(members)
+        try:
+            await _drain(pool, members, drain_s)
+            freed: dict[str, dict[str, int]] = {member.name: {} for member in members}
+            await in_parallel(lambda m=m: _sleep_one(m, tags, freed[m.name], timeout_s) for m in members)  # type: ignore[misc]
+            memory = {member.name: await _memory(member, timeout_s) for member in members}
+        finally:
+            pool.release(members)
+    return SleepReport(
+        seconds=time.monotonic() - begun,
+        freed_bytes=freed,
+        used_bytes={name: max((r["total"] - r["free"] for r in ranks), default=0) for name, ranks in memory.items()},
+        residual_bytes={name: max((r["reserved"] for r in ranks), default=0) for name, ranks in memory.items()},
+    )
+
+
+async def wake(pool: Pool, tags: Sequence[str] | None, timeout_s: float) -> None:
+    """Take memory again: ``tags``, or all that is asleep.
+
+    Raises:
+        ConfigError, LifecycleError, DeviceMemoryError: nothing was done.
+    """
+    members = pool.serving
+    asleep = {tag for member in members for tag in member.asleep}
+    if tags is None:
+        tags = [tag for tag in TAGS if tag in asleep]
+    _check_tags(tags)
+    awake = [tag for tag in tags if tag not in asleep]
+    if awake or not tags:
+        raise LifecycleError(f"{awake[0]} is not asleep" if awake else "nothing is asleep")
+    with pool.exclusive("wake"):
+        await wake_members(members, tags, timeout_s)
+        pool.changed()
+
+
+async def wake_members(members: Sequence[Member], tags: Sequence[str], timeout_s: float) -> None:
+    """Take the memory behind ``tags`` again in those of the members that gave it up. Weights come back as garbage.
+
+    Raises:
+        DeviceMemoryError: a device has less free memory than that takes; nothing was woken.
+    """
+    for member in members:
+        await _check_free(member, tags, timeout_s)
+    await in_parallel(lambda m=m: _wake_one(m, tags) for m in members)  # type: ignore[misc]
+
+
+async def _sleep_one(member: Member, tags: Sequence[str], freed: dict[str, int], timeout_s: float) -> None:
+    free = _least_free(await _memory(member, timeout_s))
+    for tag in (tag for tag in TAGS if tag in tags):
+        await member.engine.command("sleep", tags=[tag])
+        free_now = _least_free(await _memory(member, timeout_s))
+        freed[tag] = member.asleep[tag] = max(0, free_now - free)
+        free = free_now
+
+
+async def _wake_one(member: Member, tags: Sequence[str]) -> None:
+    tags = [tag for tag in tags if tag in member.asleep]
+    if tags:
+        await member.engine.command("wake", tags=tags)
+    for tag in tags:
+        del member.asleep[tag]
+    if "weights" in tags and not (member.engine.info and member.engine.info.keeps_weights):
+        member.stale = member.stale or "its weights were given up in a sleep"
+
+
+async def _check_free(member: Member, tags: Sequence[str], timeout_s: float) -> None:
+    needed = {tag: member.asleep[tag] for tag in tags if tag in member.asleep}
+    ranks = await _memory(member, timeout_s) if needed else []
+    for rank in ranks:
+        if rank["free"] < sum(needed.values()) + _MARGIN_BYTES:
+            raise DeviceMemoryError(member.name, needed, rank["free"], rank["total"])
+
+
+async def _drain(pool: Pool, members: Sequence[Member], drain_s: float) -> None:
+    """Until nothing runs in them; what still does after ``drain_s`` is aborted."""
+
+    def num_running() -> int:
+        return sum(pool.dispatcher.num_inflight(member) for member in members)
+
+    with anyio.move_on_after(drain_s):
+        while num_running():  # noqa: ASYNC110
+            await anyio.sleep(_POLL_S)
+        return
+    error = LifecycleError(f"aborted by sleep(), which waited drain_s={drain_s:g} s for it")
+    for member in members:
+        member.engine.drop(error)
+
+
+async def _memory(member: Member, timeout_s: float) -> list[dict[str, int]]:
+    answer = await member.engine.command("memory", timeout_s)
+    ranks: list[dict[str, int]] = [rank for rank in answer["ranks"] if rank]
+    return ranks
+
+
+def _least_free(ranks: list[dict[str, int]]) -> int:
+    return min((rank["free"] for rank in ranks), default=0)
+
+
+def _check_tags(tags: Sequence[str]) -> None:
+    wrong = [tag for tag in tags if tag not in TAGS]
+    if wrong or isinstance(tags, str):
+        raise ConfigError("tags", tags, f"must be a list of {', '.join(TAGS)}")
+
+
+def _check_memory_saver(members: Sequence[Member]) -> None:
+    for member in members:
+        if member.engine.info is None or not member.engine.info.memory_saver:
+            raise LifecycleError(f"{member.name} cannot sleep: it needs RolloutConfig(memory_saver=True), on a GPU")

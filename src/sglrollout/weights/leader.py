@@ -1,0 +1,178 @@
+"""A rank's part in a sync if it owns engines: it tells them what to do, all at once, and keeps their states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import anyio
+import msgspec
+
+from sglrollout.boxes import Box
+from sglrollout.concurrency import unwrapped
+from sglrollout.errors import EngineError, RolloutError, WeightSyncError
+from sglrollout.pool.pool import Member, Pool
+from sglrollout.pool.sleep import wake_members
+from sglrollout.wire.messages import WeightReport, WeightSpec
+
+PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
+_MARGIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What other ranks must know of an engine. ``pid`` is its host's: another one is another engine."""
+
+    name: str
+    pid: int
+    tp_size: int
+    devices: tuple[str, ...]
+
+
+class Leader:
+    """The engines of this rank's rollout, during syncs.
+
+    Args:
+        pool: of the rollout, up.
+        timeout_s: for each phase.
+    """
+
+    def __init__(self, pool: Pool, timeout_s: float) -> None:
+        self.pool, self._timeout_s = pool, timeout_s
+        self.members: list[Member] = []
+        self.num_bytes = 0
+
+    def facts(self) -> list[EngineFacts]:
+        """The engines that are up now, which are those of this sync."""
+        self.members = self.pool.serving
+        return [
+            EngineFacts(member.name, info.pid, max(1, info.tp_size), tuple(member.engine.devices))
+            for member in self.members
+            if (info := member.engine.info) is not None
+        ]
+
+    async def describe(self, weights: list[WeightSpec], allow_missing: Sequence[str]) -> list[WeightReport]:
+        """What every TP rank of every engine says to these weights."""
+        arguments = {"weights": msgspec.to_builtins(weights), "allow_missing": list(allow_missing)}
+        answers = await self._all("plan", lambda m: m.engine.command("describe_weights", self._timeout_s, **arguments))
+        return [msgspec.convert(report, WeightReport) for answer in answers for report in answer["reports"]]
+
+    async def attach(self, links: dict[str, list[tuple[str, str]]]) -> None:
+        """Let every engine join the trainer ranks that serve its TP ranks: (path, token) by TP rank."""
+        await self._all(
+            "plan",
+            lambda m: m.engine.command("attach_weights", self._timeout_s, links=links[m.name], engine=m.name),
+        )
+
+    async def wake_weights(self) -> float:
+        """Wake what holds weights in engines that gave it up; the rest waits until they are loaded."""
+        begun = time.perf_counter()
+        if not any("weights" in member.asleep for member in self.members):
+            return 0.0
+        await self._guarded("wake", wake_members(self.members, ["weights"], self._timeout_s))
+        return time.perf_counter() - begun
+
+    async def wake_rest(self) -> float:
+        """Wake what else is asleep, once the weights are there."""
+        begun = time.perf_counter()
+        rest = sorted({tag for member in self.members for tag in member.asleep})
+        if not rest:
+            return 0.0
+        await self._guarded("wake", wake_members(self.members, rest, self._timeout_s))
+        return time.perf_counter() - begun
+
+    async def pause(self, mode: PauseMode) -> float:
+        begun = time.perf_counter()
+        self.pool.hold(self.members)
+        await self._all("pause", lambda m: m.engine.command("pause", self._timeout_s, mode=mode))
+        return time.perf_counter() - begun
+
+    async def load(self) -> None:
+        """Let engines take the buckets that trainer ranks hand them. Until it returns their weights are a mixture."""
+        await self._all("transfer", lambda m: m.engine.command("load_weights", self._timeout_s))
+
+    async def begin_portable(self) -> None:
+        await self._all("transfer", lambda m: m.engine.command("begin_portable"))
+
+    async def load_portable(self, payloads: dict[str, list[bytes]]) -> None:
+        await self._all("transfer", lambda m: m.engine.command("load_portable", payloads=payloads[m.name]))
+
+    async def end_portable(self) -> None:
+        await self._all("transfer", lambda m: m.engine.command("end_portable"))
+
+    async def flush(self) -> float:
+        begun = time.perf_counter()
+        await self._all("flush", lambda m: m.engine.command("flush_cache", self._timeout_s))
+        return time.perf_counter() - begun
+
+    async def resume(self, version: int) -> float:
+        """The end of a good sync: engines run again, under ``version``, and take work."""
+        begun = time.perf_counter()
+        await self._all("resume", lambda m: m.engine.command("resume", self._timeout_s, version=version))
+        for member in self.members:
+            member.stale = ""
+        self.pool.weight_version = version
+        self.pool.release(self.members)
+        return time.perf_counter() - begun
+
+    async def checksums(self, boxes: Sequence[Sequence[Box]]) -> dict[str, list[list[int]]]:
+        """By engine and TP rank: sums of what was copied, cut by ``boxes`` (by weight, of who holds it)."""
+        plain = msgspec.to_builtins(boxes)
+        answers = await self._all(
+            "verify", lambda m: m.engine.command("checksum_weights", self._timeout_s, boxes=plain)
+        )
+        self.num_bytes = sum(rank["num_bytes"] for answer in answers for rank in answer["ranks"])
+        return {
+            member.name: [rank["sums"] for rank in answer["ranks"]]
+            for member, answer in zip(self.members, answers, strict=True)
+        }
+
+    def spoil(self, reason: str) -> None:
+        """The sync failed when engines may have held half of it."""
+        self.pool.spoil([member for member in self.members if member.serving], reason)
+
+    async def call_off(self) -> None:
+        """The sync failed before any weight moved: engines go on as they were."""
+        held = [member for member in self.members if member.held and member.serving]
+        if held:
+            version = self.pool.weight_version
+            await self._all("resume", lambda m: m.engine.command("resume", self._timeout_s, version=version), held)
+            self.pool.release(held)
+
+    async def _all(
+        self, phase: str, call: Callable[[Member], Awaitable[Any]], members: Sequence[Member] | None = None
+    ) -> list[Any]:
+        """Call every engine at once; the answers, in their order."""
+        members = self.members if members is None else members
+        answers: list[Any] = [None] * len(members)
+
+        async def one(i: int) -> None:
+            answers[i] = await call(members[i])
+
+        async def every() -> None:
+            async with anyio.create_task_group() as tasks:
+                for i in range(len(members)):
+                    tasks.start_soon(one, i)
+
+        await self._guarded(phase, every())
+        return answers
+
+    async def _guarded(self, phase: str, work: Awaitable[Any]) -> None:
+        """Within the deadline; what goes wrong is of ``phase``."""
+        try:
+            with anyio.fail_after(self._timeout_s + _MARGIN_S):
+                await work
+        except TimeoutError:
+            raise WeightSyncError(phase, f"engines did not answer within {self._timeout_s:g} s") from None
+        except ExceptionGroup as group:
+            raise _of_phase(phase, unwrapped(group)) from None
+        except EngineError as error:
+            raise _of_phase(phase, error) from None
+
+
+def _of_phase(phase: str, error: Exception) -> Exception:
+    if isinstance(error, EngineError):
+        return WeightSyncError(phase, str(error), engine=error.engine)
+    return error if isinstance(error, RolloutError) else WeightSyncError(phase, f"{type(error).__name__}: {error}")

@@ -1,0 +1,96 @@
+"""Memory that a trainer rank shares with engines: a staging buffer of a few slots, or its parameters as they are."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from sglrollout.wire.link import Region
+
+
+class Staging:
+    """A buffer of bytes that an engine can map.
+
+    Args:
+        num_bytes: of the whole.
+        device: ``None`` is the CPU: then it is a file in memory without a name, which ends with the last process that
+            maps it.
+        shared: whether an engine will map it; otherwise it is plain memory.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device | None, shared: bool) -> None:
+        self.fd: int | None = None
+        if device is not None:
+            with _mappable_segments():
+                self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        elif shared:
+            self.fd = os.memfd_create("sglrollout-staging", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, num_bytes)
+            self.bytes = torch.frombuffer(mmap.mmap(self.fd, num_bytes), dtype=torch.uint8)
+        else:
+            self.bytes = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def region(self) -> Region:
+        """How an engine finds it."""
+        return Region(self.bytes.numel()) if self.fd is not None else export(self.bytes)
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def export(tensor: torch.Tensor) -> Region:
+    """A CUDA tensor's whole storage, for another process to map.
+
+    Raises:
+        RuntimeError: the driver cannot share this memory (expandable segments, a memory saver's).
+    """
+    storage = tensor.untyped_storage()
+    _, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
+    return Region(storage.nbytes(), (handle, size, offset, counter, counter_offset, event, wait))
+
+
+@contextmanager
+def _mappable_segments() -> Iterator[None]:
+    """Allocate from memory of its own, outside of expandable segments, which CUDA IPC does not share."""
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    expandable = "expandable_segments:True" in settings
+    if not expandable:
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            yield
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def copy_bytes_per_s(device: torch.device | None) -> float:
+    """How fast this device copies its own memory: the floor of any load. Bytes written per second."""
+    num_bytes, repeats = (256 << 20, 5) if device is not None else (32 << 20, 3)
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device or "cpu")
+    target = torch.empty_like(source)
+    seconds = [_timed_copy(target, source, device) for _ in range(repeats)]
+    return num_bytes / min(seconds)
+
+
+def _timed_copy(target: torch.Tensor, source: torch.Tensor, device: torch.device | None) -> float:
+    import time
+
+    if device is None:
+        begun = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - begun
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    target.copy_(source)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

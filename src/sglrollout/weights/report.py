@@ -1,0 +1,112 @@
+"""What a sync did and how long each part of it took; what a verification compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """One sync, the same on every rank. Seconds are wall time on the leader, or the longest of any rank.
+
+    Attributes:
+        version: of the weights that engines have now.
+        method: ``fast`` (mapped memory and recorded copies) or ``portable`` (SGLang's flattened buckets).
+        why_portable: why it was not ``fast``; empty when it was, or when it was asked for.
+        mode: how running requests were treated.
+        num_bytes: of all weights, once, in the engines' dtypes.
+        num_tensors: weights, those that share memory counted once.
+        num_buckets: in how many parts they travelled.
+        num_engines: that have them now.
+        plan_s: making the plan and attaching engines; 0 when those of the last sync still held.
+        wake_s: waking the engines' weights, and after loading the rest; 0 when they were awake.
+        pause_s: until every engine had stopped.
+        gather_s: packing and gathering, the sum over buckets. Part of ``transfer_s``, beside ``load_s``.
+        load_s: engines' copying into their parameters, the sum over buckets. Part of ``transfer_s``.
+        transfer_s: from the first bucket to the last acknowledgement.
+        flush_s: emptying prefix caches.
+        resume_s: until every engine ran again, under the new version.
+        total_s: the whole call.
+        copy_bytes_per_s: how fast the device copies its own memory, the floor of ``transfer_s``.
+    """
+
+    version: int
+    method: str
+    why_portable: str
+    mode: str
+    num_bytes: int
+    num_tensors: int
+    num_buckets: int
+    num_engines: int
+    plan_s: float
+    wake_s: float
+    pause_s: float
+    gather_s: float
+    load_s: float
+    transfer_s: float
+    flush_s: float
+    resume_s: float
+    total_s: float
+    copy_bytes_per_s: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (1e9) of weights per second of transfer."""
+        return self.num_bytes / self.transfer_s / 1e9 if self.transfer_s else 0.0
+
+    @property
+    def floor_ratio(self) -> float:
+        """Transfer time over that of one copy of the weights within the device; 1 would be perfect."""
+        floor_s = self.num_bytes / self.copy_bytes_per_s if self.copy_bytes_per_s else 0.0
+        return self.transfer_s / floor_s if floor_s else 0.0
+
+    def __str__(self) -> str:
+        phases = {
+            "plan": self.plan_s,
+            "wake": self.wake_s,
+            "pause": self.pause_s,
+            "transfer": self.transfer_s,
+            "flush": self.flush_s,
+            "resume": self.resume_s,
+        }
+        shown = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in phases.items() if seconds)
+        why = f" because {self.why_portable}" if self.why_portable else ""
+        return (
+            f"version {self.version}: {self.num_bytes / 1e9:.3g} GB in {self.num_tensors} tensors and "
+            f"{self.num_buckets} buckets to {self.num_engines} engines in {_ms(self.total_s)} ({shown}; "
+            f"gather {_ms(self.gather_s)}, load {_ms(self.load_s)}), {self.gb_per_s:.3g} GB/s, "
+            f"{self.floor_ratio:.2g} times one device copy, {self.method}{why}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was compared, and found equal.
+
+    Attributes:
+        version: of the weights.
+        num_engines, num_weights: that were compared. ``num_weights`` is 0 for a model whose engines hold its weights in
+            another form (quantized, fused experts): then the canary alone speaks.
+        num_bytes: of engine memory that was summed, over all TP ranks.
+        canary_tokens: what every engine answers, greedily, to one fixed prompt.
+        canary_logprobs: the logprobs of these tokens, of the first engine.
+        seconds: the whole call.
+    """
+
+    version: int
+    num_engines: int
+    num_weights: int
+    num_bytes: int
+    canary_tokens: tuple[int, ...]
+    canary_logprobs: tuple[float, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"version {self.version}: {self.num_weights} weights are bitwise equal in {self.num_engines} engines "
+            f"({self.num_bytes / 1e9:.3g} GB summed in {self.seconds:.2f} s), and all answer alike"
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,371 @@
+"""A trainer rank's part in moving weights: it packs and gathers them, and hands them to the engines that share its GPU.
+
+Blocking code, run on the syncer's own thread. Every wait on another process has a deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from sglrollout.boxes import Box, cover, narrowed
+from sglrollout.errors import ChannelError, WeightSyncError
+from sglrollout.weights.memory import Staging, export
+from sglrollout.weights.plan import Bucket, Planned, plan_buckets
+from sglrollout.weights.sources import Weight, WeightSource
+from sglrollout.wire.link import Failed, Filled, FromEngine, Joined, Link, Listener, Loaded, Mapped, Offer, Region
+
+_POLL_S = 20e-6
+Read = Callable[[int], Any]
+
+
+class Consumer(NamedTuple):
+    """A TP rank of an engine that this trainer rank serves."""
+
+    engine: str
+    tp_rank: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What all ranks know of the weights, and this rank's own part.
+
+    Attributes:
+        weights: this rank's.
+        dtypes: torch's names of the dtypes on the way, by weight.
+        boxes: by weight, what each of its gathering ranks holds.
+        rank: this rank's number.
+        device: this rank's GPU, or ``None``.
+    """
+
+    weights: list[Weight]
+    dtypes: list[str]
+    boxes: list[tuple[Box, ...]]
+    rank: int
+    device: Any
+
+    def check(self) -> None:
+        """Whether the shards of each weight make it up.
+
+        Raises:
+            WeightSyncError: they do not.
+        """
+        for weight, boxes in zip(self.weights, self.boxes, strict=True):
+            if weight.ranks and not cover(weight.spec.shape, boxes):
+                message = f"the shards of {weight.spec.name} on ranks {list(weight.ranks)} do not make up the whole"
+                raise WeightSyncError("plan", message)
+
+    def planned(self, addresses: dict[int, tuple[int, int]], whole: bool) -> list[Planned]:
+        """For the planner. ``whole``: whether weights that are whole on this rank are its to send."""
+        return [
+            Planned(
+                shape=tuple(weight.spec.shape),
+                itemsize=getattr(torch, dtype).itemsize,
+                ranks=weight.ranks,
+                boxes=boxes,
+                address=addresses.get(i),
+                sent=whole or bool(weight.ranks),
+            )
+            for i, (weight, dtype, boxes) in enumerate(zip(self.weights, self.dtypes, self.boxes, strict=True))
+        ]
+
+
+class Gatherer:
+    """Fills slots of a staging buffer, bucket by bucket, with this rank's share and those of the others."""
+
+    def __init__(self, layout: Layout, buckets: Sequence[Bucket], num_slots: int, shared: bool) -> None:
+        self._layout, self.buckets = layout, buckets
+        self._slot_bytes = max((bucket.num_bytes for bucket in buckets), default=0)
+        self.num_slots = min(num_slots, max(1, sum(1 for bucket in buckets if bucket.parts)))
+        self.staging = Staging(max(1, self._slot_bytes * self.num_slots), layout.device, shared)
+        self._stream = torch.cuda.Stream(layout.device) if layout.device is not None else None
+        self._groups = {weight.ranks: weight.group for weight in layout.weights}
+        self._targets = [self._own_part(bucket, self.start(k)) for k, bucket in enumerate(buckets)]
+
+    def start(self, k: int) -> int:
+        """Where in the buffer bucket ``k`` goes."""
+        return (k % self.num_slots) * self._slot_bytes
+
+    def _own_part(self, bucket: Bucket, start: int) -> list[tuple[int, Box, torch.Tensor]]:
+        """Where this rank packs what: weight, box of it, and a view of the buffer."""
+        if not bucket.parts:
+            return []
+        me = bucket.ranks.index(self._layout.rank) if bucket.ranks else 0
+        packed = []
+        for piece in bucket.parts[me]:
+            dtype = getattr(torch, self._layout.dtypes[piece.entry])
+            begin = start + me * bucket.share + piece.offset
+            view = self.staging.bytes[begin : begin + piece.box.numel * dtype.itemsize].view(dtype).view(piece.box.size)
+            packed.append((piece.entry, piece.box, view))
+        return packed
+
+    def launch(self, k: int, read: Read) -> Gathering:
+        """Begin to fill bucket ``k``; its slot must be free."""
+        bucket = self.buckets[k]
+        if self._stream is None:
+            return self._launch_on_cpu(k, bucket, read)
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream):
+            begun.record()
+            self._pack(k, read)
+            if bucket.ranks:
+                out, own = self._shares(k, bucket)
+                work = dist.all_gather_into_tensor(out, own, group=self._groups[bucket.ranks], async_op=True)
+                work.wait()  # makes the stream wait, not this thread
+            done.record()
+        return Gathering(done.query, lambda: float(begun.elapsed_time(done)) / 1e3)
+
+    def _launch_on_cpu(self, k: int, bucket: Bucket, read: Read) -> Gathering:
+        begun = time.perf_counter()
+        self._pack(k, read)
+        if not bucket.ranks:
+            seconds = time.perf_counter() - begun
+            return Gathering(lambda: True, lambda: seconds)
+        out, own = self._shares(k, bucket)
+        work = dist.all_gather_into_tensor(out, own.clone(), group=self._groups[bucket.ranks], async_op=True)
+
+        def is_done() -> bool:
+            if not work.is_completed():
+                return False
+            work.wait()  # raises what went wrong
+            return True
+
+        return Gathering(is_done, lambda: time.perf_counter() - begun)
+
+    def _pack(self, k: int, read: Read) -> None:
+        targets, sources = [], []
+        for entry, box, view in self._targets[k]:
+            weight = self._layout.weights[entry]
+            local = read(entry)
+            if tuple(local.shape) != weight.box.size:
+                message = f"{weight.spec.name} is {list(local.shape)} here and was planned as {list(weight.box.size)}"
+                raise WeightSyncError("transfer", message)
+            targets.append(view)
+            sources.append(narrowed(local, box.within(weight.box)))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _shares(self, k: int, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole bucket, and this rank's share of it."""
+        out = self.staging.bytes[self.start(k) : self.start(k) + bucket.num_bytes]
+        me = bucket.ranks.index(self._layout.rank)
+        return out, out[me * bucket.share : (me + 1) * bucket.share]
+
+    def close(self) -> None:
+        self._targets = []
+        self.staging.close()
+
+
+class Gathering(NamedTuple):
+    """A bucket being filled: whether it is, and how many seconds that took once it is."""
+
+    is_done: Callable[[], bool]
+    seconds: Callable[[], float]
+
+
+class Transfer:
+    """Moves weights to the engines that share this rank's memory, over links that stay open from sync to sync.
+
+    Args:
+        layout: see there.
+        source: of the weights.
+        consumers: the TP ranks to serve; there may be none, and then this rank only takes part in gathers.
+        bucket_bytes: of a slot of the staging buffer.
+        num_slots: of the staging buffer: how many buckets may be under way at once.
+    """
+
+    def __init__(
+        self, layout: Layout, source: WeightSource, consumers: Sequence[Consumer], bucket_bytes: int, num_slots: int
+    ) -> None:
+        self._layout, self._source, self._consumers = layout, source, list(consumers)
+        self._regions: list[Region] = []
+        self._addresses: dict[int, int] = {}
+        addresses = self._export_parameters() if consumers else {}
+        planned = layout.planned(addresses, whole=bool(consumers))
+        self._gatherer = Gatherer(layout, plan_buckets(planned, bucket_bytes), num_slots, shared=bool(consumers))
+        self._links: list[tuple[Consumer, Link]] = []
+        self._lazy = [] if source.persistent or consumers else [i for i, w in enumerate(layout.weights) if not w.ranks]
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._gatherer.buckets)
+
+    @property
+    def staging(self) -> Staging:
+        return self._gatherer.staging
+
+    def _export_parameters(self) -> dict[int, tuple[int, int]]:
+        """Weights that an engine can read where they are, as region and offset. Notes their addresses."""
+        found: dict[int, tuple[int, int]] = {}
+        if not self._source.persistent or self._layout.device is None:
+            return found
+        read = self._source.read()
+        known: dict[int, int] = {}
+        for i, weight in enumerate(self._layout.weights):
+            tensor = read(i) if not weight.ranks else None
+            if tensor is None or tensor.device != self._layout.device or not tensor.is_contiguous():
+                continue
+            if str(tensor.dtype) != f"torch.{self._layout.dtypes[i]}" or not tensor.numel():
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                try:
+                    self._regions.append(export(tensor))
+                except RuntimeError:  # from expandable segments, or the like: it is staged
+                    continue
+                known[storage.data_ptr()] = len(self._regions)  # region 0 is the staging buffer
+            found[i] = (known[storage.data_ptr()], tensor.data_ptr() - storage.data_ptr())
+            self._addresses[i] = tensor.data_ptr()
+        return found
+
+    def has_moved(self) -> bool:
+        """Whether parameters that engines read themselves are no longer where they were."""
+        if not self._addresses:
+            return False
+        read = self._source.read()
+        return any(read(i).data_ptr() != address for i, address in self._addresses.items())
+
+    def accept(self, listener: Listener, token: str, timeout_s: float) -> None:
+        """Let each consumer join and map this rank's memory.
+
+        Raises:
+            TimeoutError, ChannelError: one did not.
+        """
+        deadline = time.monotonic() + timeout_s
+        buckets = [bucket.pieces(self._gatherer.start(k)) for k, bucket in enumerate(self._gatherer.buckets)]
+        staging = self._gatherer.staging
+        offer = Offer([staging.region(), *self._regions], buckets, self._layout.dtypes)
+        fds = [staging.fd] if staging.fd is not None else None
+        missing = set(self._consumers)
+        while missing:
+            link = listener.accept(_left(deadline))
+            consumer = _who_joined(link.receive(_left(deadline)), token)
+            if consumer not in missing:
+                link.close()
+                continue
+            missing.remove(consumer)
+            self._links.append((consumer, link))
+            link.send(offer, fds)
+        for _, link in self._links:
+            answer = link.receive(_left(deadline))
+            if not isinstance(answer, Mapped) or answer.error:
+                raise ChannelError(f"an engine cannot map this rank's memory: {getattr(answer, 'error', answer)}")
+
+    def run(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> dict[str, float]:
+        """Move all weights once.
+
+        Raises:
+            WeightSyncError, TimeoutError, ChannelError: it failed; the engines on the links were told.
+        """
+        clock = Clock(timeout_s, is_cancelled)
+        try:
+            return self._run(clock)
+        except BaseException as error:
+            for _, link in self._links:
+                try:
+                    link.send(Failed(f"{type(error).__name__}: {error}"))
+                except ChannelError:
+                    continue
+            raise
+
+    def _run(self, clock: Clock) -> dict[str, float]:
+        gatherer, read = self._gatherer, self._source.read()
+        if self._layout.device is not None:
+            torch.cuda.synchronize(self._layout.device)  # the optimizer's last step may still run
+        begun = time.perf_counter()
+        filling: list[tuple[int, Gathering]] = []
+        gather_s, load_s, num_loaded = 0.0, 0.0, 0
+        staged = [k for k, bucket in enumerate(gatherer.buckets) if bucket.parts]
+        for k, bucket in enumerate(gatherer.buckets):
+            if bucket.direct:
+                self._announce(k)
+                continue
+            while self._links and num_loaded <= self._before(staged, k):
+                load_s += self._await_loaded(num_loaded, clock)
+                num_loaded += 1
+            filling.append((k, gatherer.launch(k, read)))
+            if len(filling) > 1:
+                gather_s += self._finish(*filling.pop(0), clock)
+        for item in filling:
+            gather_s += self._finish(*item, clock)
+        for i in self._lazy:
+            read(i)
+        while self._links and num_loaded < len(gatherer.buckets):
+            load_s += self._await_loaded(num_loaded, clock)
+            num_loaded += 1
+        return {"gather_s": gather_s, "load_s": load_s, "wall_s": time.perf_counter() - begun}
+
+    def _before(self, staged: list[int], k: int) -> int:
+        """The bucket that must have been loaded before bucket ``k`` may be filled: the one before it in its slot."""
+        return k - self._gatherer.num_slots if k - self._gatherer.num_slots >= staged[0] else -1
+
+    def _finish(self, k: int, gathering: Gathering, clock: Clock) -> float:
+        clock.wait(gathering.is_done, f"bucket {k} of {self.num_buckets} was not gathered")
+        self._announce(k)
+        return gathering.seconds()
+
+    def _announce(self, k: int) -> None:
+        for _, link in self._links:
+            link.send(Filled(k))
+
+    def _await_loaded(self, k: int, clock: Clock) -> float:
+        """The longest that a consumer took for bucket ``k``."""
+        longest = 0.0
+        for consumer, link in self._links:
+            answer = self._answer(link, clock, f"{consumer.engine} has not loaded bucket {k} of {self.num_buckets}")
+            if not isinstance(answer, Loaded) or answer.bucket != k:
+                raise ChannelError(f"{consumer.engine} failed at bucket {k}: {getattr(answer, 'error', answer)}")
+            longest = max(longest, answer.seconds)
+        return longest
+
+    def _answer(self, link: Link, clock: Clock, what: str) -> FromEngine:
+        while True:
+            try:
+                return link.receive(min(0.25, clock.left(what)))  # type: ignore[return-value]
+            except TimeoutError:
+                clock.check(what)
+
+    def close(self) -> None:
+        for _, link in self._links:
+            link.close()
+        self._links.clear()
+        self._gatherer.close()
+
+
+class Clock:
+    """A deadline for one phase, and a look at whether the sync was given up meanwhile."""
+
+    def __init__(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> None:
+        self._timeout_s, self._is_cancelled = timeout_s, is_cancelled
+        self._deadline = time.monotonic() + timeout_s
+
+    def left(self, what: str) -> float:
+        self.check(what)
+        return self._deadline - time.monotonic()
+
+    def check(self, what: str) -> None:
+        if self._is_cancelled():
+            raise WeightSyncError("transfer", "it was cancelled")
+        if time.monotonic() >= self._deadline:
+            raise TimeoutError(f"{what} within {self._timeout_s:g} s")
+
+    def wait(self, is_done: Callable[[], bool], what: str) -> None:
+        while not is_done():
+            self.check(what)
+            time.sleep(_POLL_S)
+
+
+def _who_joined(message: object, token: str) -> Consumer | None:
+    """The consumer, if it was told of this link."""
+    if not isinstance(message, Joined) or message.token != token:
+        return None
+    return Consumer(message.engine, message.tp_rank)
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())

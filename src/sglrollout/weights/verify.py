@@ -1,0 +1,102 @@
+"""Verification: whether engines have, bit for bit, the weights that the trainer has now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+
+from sglrollout.boxes import Box, narrowed
+from sglrollout.checksum import checksum
+from sglrollout.engine.protocol import Request
+from sglrollout.errors import WeightSyncError
+from sglrollout.pool.pool import Member
+from sglrollout.weights.sources import Weight, WeightSource
+from sglrollout.wire.messages import WeightReport
+
+_CANARY_PROMPT = 16
+_CANARY_TOKENS = 16
+
+Sums = dict[tuple[int, Box], int]
+"""Checksums of parts of weights: by weight and box."""
+
+
+def parts_of(report: WeightReport, boxes: Sequence[Sequence[Box]]) -> list[tuple[int, Box]]:
+    """What of each weight this TP rank takes, cut by who holds it: in the order in which engines sum it."""
+    return [
+        (i, met)
+        for i, copies in enumerate(report.copies)
+        for copy in copies
+        for box in boxes[i]
+        if (met := copy.intersect(box)) is not None
+    ]
+
+
+def own_sums(
+    weights: Sequence[Weight], dtypes: Sequence[str], source: WeightSource, wanted: set[tuple[int, Box]]
+) -> Sums:
+    """Checksums of those of the ``wanted`` parts that this rank holds, in the dtypes that engines have."""
+    import torch
+
+    by_weight: dict[int, list[Box]] = {}
+    for i, box in wanted:
+        by_weight.setdefault(i, []).append(box)
+    read, sums = source.read(), Sums()
+    for i, weight in enumerate(weights):
+        local = read(i)
+        for box in by_weight.get(i, ()):
+            if weight.box.numel and box.intersect(weight.box) == box:
+                sums[i, box] = checksum(narrowed(local, box.within(weight.box)).to(getattr(torch, dtypes[i])))
+    return sums
+
+
+async def canary(members: Sequence[Member], timeout_s: float, tolerance: float) -> tuple[list[int], list[float]]:
+    """Let every engine answer one prompt greedily.
+
+    Raises:
+        WeightSyncError: their answers differ, or are not numbers.
+    """
+    answers: list[Any] = [None] * len(members)
+
+    async def ask(i: int) -> None:
+        info = members[i].engine.info
+        assert info is not None
+        prompt = [(7 * k + 3) % info.vocab_size for k in range(_CANARY_PROMPT)]
+        request = Request(prompt, {"temperature": 0.0, "max_new_tokens": _CANARY_TOKENS, "ignore_eos": True})
+        request.engine = members[i].name
+        await members[i].engine.submit(request)
+        try:
+            with anyio.fail_after(timeout_s):
+                while not request.ended:
+                    await request.progress()
+        finally:
+            if not request.ended:
+                members[i].engine.abort(request)
+        answers[i] = request
+
+    async with anyio.create_task_group() as tasks:
+        for i in range(len(members)):
+            tasks.start_soon(ask, i)
+    first: Request = answers[0]
+    for request in answers:
+        if request.error is not None:
+            raise WeightSyncError("verify", f"the canary failed: {request.error}", engine=request.engine)
+        if not all(math.isfinite(value) for value in request.logprobs):
+            raise WeightSyncError("verify", "the canary's logprobs are not finite", engine=request.engine)
+        message = _difference(first, request, tolerance)
+        if message:
+            raise WeightSyncError("verify", f"{request.engine} {message} {first.engine}", engine=request.engine)
+    return list(first.token_ids), list(first.logprobs or ())
+
+
+def _difference(one: Request, other: Request, tolerance: float) -> str:
+    """Where two answers first differ by more than ``tolerance``, up to the first token that is another."""
+    pairs = zip(one.token_ids, other.token_ids, one.logprobs or (), other.logprobs or (), strict=False)
+    for k, (token, other_token, logprob, other_logprob) in enumerate(pairs):
+        if abs(logprob - other_logprob) > tolerance:
+            return f"gives token {k} of the canary a logprob {abs(logprob - other_logprob):.4f} away from that of"
+        if token != other_token:
+            return ""  # a tie, broken another way: from here on they answer another question
+    return ""

@@ -1,0 +1,205 @@
+"""The link between a trainer rank and one TP rank of an engine, on which they hand weights over bucket by bucket.
+
+A trainer rank listens on a socket in a directory of its own (mode 0700); the scheduler connects once and stays. What
+travels are small msgspec frames and, for memory shared on a CPU, file descriptors. The weights themselves never do.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from sglrollout.boxes import Box
+from sglrollout.errors import ChannelError
+
+_LENGTH = struct.Struct("<I")
+_MAX_FRAME_BYTES = 1 << 28
+_MAX_FDS = 16
+
+
+class Piece(msgspec.Struct, array_like=True, frozen=True):
+    """Elements ``box`` of weight ``entry``, contiguous, at ``offset`` bytes of region ``region``."""
+
+    entry: int
+    box: Box
+    region: int
+    offset: int
+
+
+class Region(msgspec.Struct, array_like=True, frozen=True):
+    """Memory of a trainer rank that an engine maps: ``cuda`` holds torch's IPC handle of it; on a CPU it is empty, and
+    a file descriptor comes with the message, in the order of the regions."""
+
+    num_bytes: int
+    cuda: tuple[bytes, int, int, bytes, int, bytes, bool] | None = None
+    """handle, storage bytes, storage offset, reference counter handle, its offset, event handle, whether to wait."""
+
+
+# ---------------------------------------------------------------- from the engine
+
+
+class Joined(msgspec.Struct, tag="joined"):
+    """The first message of a TP rank. ``token`` is the one that its engine was given for this link."""
+
+    token: str
+    engine: str
+    tp_rank: int
+
+
+class Mapped(msgspec.Struct, tag="mapped"):
+    """The regions are mapped, and the copies are planned; or ``error`` says why not."""
+
+    error: str = ""
+
+
+class Loaded(msgspec.Struct, tag="loaded"):
+    """A bucket has arrived in the parameters: the device is done with it. ``seconds`` is what that took."""
+
+    bucket: int
+    seconds: float
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The other end cannot go on with this sync."""
+
+    error: str
+
+
+# ---------------------------------------------------------------- from the trainer
+
+
+class Offer(msgspec.Struct, tag="offer"):
+    """What there is to map, and which buckets will come. ``dtypes`` are those of the entries on the way."""
+
+    regions: list[Region]
+    buckets: list[list[Piece]]
+    dtypes: list[str]
+
+
+class Filled(msgspec.Struct, tag="filled"):
+    """A bucket is in its region, complete."""
+
+    bucket: int
+
+
+FromEngine: TypeAlias = Joined | Mapped | Loaded | Failed
+FromTrainer: TypeAlias = Offer | Filled | Failed
+
+
+class Link:
+    """One end, blocking, with a deadline on every wait. It owns the socket."""
+
+    def __init__(self, sock: socket.socket, incoming: object) -> None:
+        self._socket = sock
+        self._decode = msgspec.msgpack.Decoder(incoming).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._received = bytearray()
+
+    def send(self, message: FromEngine | FromTrainer, fds: list[int] | None = None, timeout_s: float = 10.0) -> None:
+        """Send one message.
+
+        Raises:
+            ChannelError: the other end is gone, or takes nothing for so long.
+        """
+        body = self._encode(message)
+        frame = _LENGTH.pack(len(body)) + body
+        self._socket.settimeout(timeout_s)
+        try:
+            sent = socket.send_fds(self._socket, [frame], fds) if fds else 0
+            self._socket.sendall(frame[sent:])
+        except OSError as error:
+            raise ChannelError(f"the other end of a weight link is gone: {error}") from error
+
+    def receive(self, timeout_s: float) -> FromEngine | FromTrainer:
+        """The next message.
+
+        Raises:
+            TimeoutError: none came in time.
+            ChannelError: the other end is gone, or sent something else.
+        """
+        return self.receive_with_fds(timeout_s)[0]
+
+    def receive_with_fds(self, timeout_s: float) -> tuple[FromEngine | FromTrainer, list[int]]:
+        """The next message, and the file descriptors that came with it, which are the caller's to close."""
+        deadline = time.monotonic() + timeout_s
+        fds: list[int] = []
+        while (body := self._take_frame()) is None:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                data, new, _, _ = socket.recv_fds(self._socket, 1 << 20, _MAX_FDS)
+            except TimeoutError:
+                raise TimeoutError(f"nothing came on a weight link within {timeout_s:.3g} s") from None
+            except OSError as error:
+                raise ChannelError(f"a weight link broke: {error}") from error
+            fds += new
+            if not data:
+                raise ChannelError("the other end of a weight link is gone")
+            self._received += data
+        try:
+            message: FromEngine | FromTrainer = self._decode(body)
+        except msgspec.DecodeError as error:
+            raise ChannelError(f"not a message of a weight link: {error}") from error
+        return message, fds
+
+    def _take_frame(self) -> bytes | None:
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > _MAX_FRAME_BYTES:
+            raise ChannelError(f"a weight link announces {length} bytes")
+        end = _LENGTH.size + length
+        if len(self._received) < end:
+            return None
+        body = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return body
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Listener:
+    """A trainer rank's socket in ``directory``, which nobody else can enter and which is the caller's to remove."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = str(directory / "link")
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.path)
+        self._socket.listen(64)
+
+    def accept(self, timeout_s: float) -> Link:
+        """The next link.
+
+        Raises:
+            TimeoutError: nobody connected in time.
+        """
+        self._socket.settimeout(timeout_s)
+        try:
+            connection, _ = self._socket.accept()
+        except TimeoutError:
+            raise TimeoutError(f"no engine joined within {timeout_s:.3g} s") from None
+        return Link(connection, FromEngine)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(path: str, timeout_s: float) -> Link:
+    """The engine's end of a link to the trainer rank that listens at ``path``.
+
+    Raises:
+        ChannelError: nobody does.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(path)
+    except OSError as error:
+        connection.close()
+        raise ChannelError(f"cannot reach the trainer rank at {path}: {error}") from error
+    return Link(connection, FromTrainer)
