@@ -7,6 +7,7 @@ third of a millisecond where an all-gather of objects takes three.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import platform
@@ -20,6 +21,7 @@ from sglrollout.errors import RolloutError, WeightSyncError
 
 _LAST_WORDS_S = 5.0
 _GRACE_S = 5.0
+_LAST_WORDS_KEY = "sglrollout/failed-sync"
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Ranks:
                 self._send(0, mine)
                 answer: list[Outcome] = self._receive(0)
             except RuntimeError as error:
-                raise WeightSyncError(phase, self._last_words(error)) from None
+                raise WeightSyncError(phase, *self._last_words(error)) from None
             return answer
         outcomes, failure = [mine], None
         for rank in range(1, self.size):
@@ -108,7 +110,7 @@ class Ranks:
                 failure = failure or WeightSyncError(phase, f"rank {rank} {how}", rank)
                 outcomes.append(Outcome(rank, error=failure))
         if failure is not None:
-            self._leave_last_words(str(failure))
+            self._leave_last_words(failure)
         for rank in range(1, self.size):
             with contextlib.suppress(RuntimeError):
                 self._send(rank, outcomes)
@@ -134,23 +136,21 @@ class Ranks:
         dist.irecv(data, src=rank, group=self._group).wait(self._timeout)
         return pickle.loads(data.numpy().tobytes())
 
-    def _leave_last_words(self, text: str) -> None:
+    def _leave_last_words(self, failure: WeightSyncError) -> None:
         """A timeout closes every connection of a gloo group, so the others are told in another way."""
         with contextlib.suppress(Exception):
-            _store().set(self._key, text)
+            _store().set(_LAST_WORDS_KEY, json.dumps([failure.reason, failure.rank]))
 
-    def _last_words(self, error: RuntimeError) -> str:
+    def _last_words(self, error: RuntimeError) -> tuple[str, int | None]:
+        """What rank 0 gave as its reason to go, and the rank at fault."""
         deadline = time.monotonic() + _LAST_WORDS_S
         with contextlib.suppress(Exception):
             while time.monotonic() < deadline:
-                if _store().check([self._key]):
-                    return str(_store().get(self._key).decode())
+                if _store().check([_LAST_WORDS_KEY]):
+                    reason, rank = json.loads(_store().get(_LAST_WORDS_KEY))
+                    return str(reason), rank
                 time.sleep(0.05)
-        return f"rank 0 is gone, or another rank kept it waiting ({str(error).splitlines()[0][:200]})"
-
-    @property
-    def _key(self) -> str:
-        return "sglrollout/failed-sync"
+        return f"rank 0 is gone, or another rank kept it waiting ({str(error).splitlines()[0][:200]})", 0
 
 
 def _store() -> Any:

@@ -61,6 +61,8 @@ class PortableTransfer:
         """
         gathering = self._gatherer.launch(k, self._read)
         wait(gathering.is_done, f"bucket {k} of {self.num_buckets} was not gathered")
+        if gathering.error is not None:
+            raise gathering.error
         if not self._consumers:
             return {}
         flat = self._flat[k % 2]

@@ -230,7 +230,9 @@ class FSDPSource(ModuleSource):
         import torch.distributed as dist
 
         mesh = tensor.device_mesh
-        sharded = tuple(d for d, placement in enumerate(tensor.placements) if placement.is_shard() and mesh.size(d) > 1)
+        sharded = tuple(
+            d for d, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(d) > 1
+        )
         key = (id(mesh), sharded)
         if key not in self._groups:
             if not sharded:

@@ -5,6 +5,7 @@ Blocking code, run on the syncer's own thread. Every wait on another process has
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from sglrollout.weights.sources import Weight, WeightSource
 from sglrollout.wire.link import Failed, Filled, FromEngine, Joined, Link, Listener, Loaded, Mapped, Offer, Region
 
 _POLL_S = 20e-6
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 Read = Callable[[int], Any]
 
 
@@ -104,30 +106,35 @@ class Gatherer:
             packed.append((piece.entry, piece.box, view))
         return packed
 
-    def launch(self, k: int, read: Read) -> Gathering:
-        """Begin to fill bucket ``k``; its slot must be free."""
+    def launch(self, k: int, read: Read | None) -> Gathering:
+        """Begin to fill bucket ``k``; its slot must be free.
+
+        Where packing fails, or there is nothing to ``read`` with, the gather is made all the same: the other ranks are
+        in it, and must not wait for one that has given up.
+        """
         bucket = self.buckets[k]
         if self._stream is None:
             return self._launch_on_cpu(k, bucket, read)
         begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._stream):
             begun.record()
-            self._pack(k, read)
+            error = self._pack(k, read)
             if bucket.ranks:
                 out, own = self._shares(k, bucket)
-                work = dist.all_gather_into_tensor(out, own, group=self._groups[bucket.ranks], async_op=True)
-                work.wait()  # makes the stream wait, not this thread
+                _all_gather(
+                    out, own, group=self._groups[bucket.ranks], async_op=True
+                ).wait()  # the stream waits, not we
             done.record()
-        return Gathering(done.query, lambda: float(begun.elapsed_time(done)) / 1e3)
+        return Gathering(done.query, lambda: float(begun.elapsed_time(done)) / 1e3, error)
 
-    def _launch_on_cpu(self, k: int, bucket: Bucket, read: Read) -> Gathering:
+    def _launch_on_cpu(self, k: int, bucket: Bucket, read: Read | None) -> Gathering:
         begun = time.perf_counter()
-        self._pack(k, read)
+        error = self._pack(k, read)
         if not bucket.ranks:
             seconds = time.perf_counter() - begun
-            return Gathering(lambda: True, lambda: seconds)
+            return Gathering(lambda: True, lambda: seconds, error)
         out, own = self._shares(k, bucket)
-        work = dist.all_gather_into_tensor(out, own.clone(), group=self._groups[bucket.ranks], async_op=True)
+        work = _all_gather(out, own.clone(), group=self._groups[bucket.ranks], async_op=True)
 
         def is_done() -> bool:
             if not work.is_completed():
@@ -135,9 +142,18 @@ class Gatherer:
             work.wait()  # raises what went wrong
             return True
 
-        return Gathering(is_done, lambda: time.perf_counter() - begun)
+        return Gathering(is_done, lambda: time.perf_counter() - begun, error)
 
-    def _pack(self, k: int, read: Read) -> None:
+    def _pack(self, k: int, read: Read | None) -> Exception | None:
+        """Copy this rank's parts to their places; what went wrong, if something did."""
+        try:
+            if read is not None:
+                self._copy_own(k, read)
+        except Exception as error:
+            return error
+        return None
+
+    def _copy_own(self, k: int, read: Read) -> None:
         targets, sources = [], []
         for entry, box, view in self._targets[k]:
             weight = self._layout.weights[entry]
@@ -162,10 +178,11 @@ class Gatherer:
 
 
 class Gathering(NamedTuple):
-    """A bucket being filled: whether it is, and how many seconds that took once it is."""
+    """A bucket being filled: whether it is, how many seconds that took once it is, and what failed on this rank."""
 
     is_done: Callable[[], bool]
     seconds: Callable[[], float]
+    error: Exception | None
 
 
 class Transfer:
@@ -189,6 +206,7 @@ class Transfer:
         planned = layout.planned(addresses, whole=bool(consumers))
         self._gatherer = Gatherer(layout, plan_buckets(planned, bucket_bytes), num_slots, shared=bool(consumers))
         self._links: list[tuple[Consumer, Link]] = []
+        self._num_loaded, self._load_s = 0, 0.0
         self._lazy = [] if source.persistent or consumers else [i for i, w in enumerate(layout.weights) if not w.ranks]
 
     @property
@@ -236,6 +254,8 @@ class Transfer:
         Raises:
             TimeoutError, ChannelError: one did not.
         """
+        if not self._consumers:
+            return
         deadline = time.monotonic() + timeout_s
         buckets = [bucket.pieces(self._gatherer.start(k)) for k, bucket in enumerate(self._gatherer.buckets)]
         staging = self._gatherer.staging
@@ -257,63 +277,71 @@ class Transfer:
                 raise ChannelError(f"an engine cannot map this rank's memory: {getattr(answer, 'error', answer)}")
 
     def run(self, timeout_s: float, is_cancelled: Callable[[], bool]) -> dict[str, float]:
-        """Move all weights once.
+        """Move all weights once. A failure on this rank ends its part, but not the gathers that others are in.
 
         Raises:
             WeightSyncError, TimeoutError, ChannelError: it failed; the engines on the links were told.
         """
         clock = Clock(timeout_s, is_cancelled)
+        begun = time.perf_counter()
+        failures: list[Exception] = []
+        measured: dict[str, float] = {}
         try:
-            return self._run(clock)
-        except BaseException as error:
-            for _, link in self._links:
-                try:
-                    link.send(Failed(f"{type(error).__name__}: {error}"))
-                except ChannelError:
-                    continue
-            raise
+            measured = self._run(clock, failures)
+        except Exception as error:
+            failures.append(error)
+        if failures:
+            self._tell_engines(failures[0])
+            raise failures[0]
+        return {**measured, "wall_s": time.perf_counter() - begun}
 
-    def _run(self, clock: Clock) -> dict[str, float]:
+    def _run(self, clock: Clock, failures: list[Exception]) -> dict[str, float]:
         gatherer, read = self._gatherer, self._source.read()
         if self._layout.device is not None:
             torch.cuda.synchronize(self._layout.device)  # the optimizer's last step may still run
-        begun = time.perf_counter()
         filling: list[tuple[int, Gathering]] = []
-        gather_s, load_s, num_loaded = 0.0, 0.0, 0
-        staged = [k for k, bucket in enumerate(gatherer.buckets) if bucket.parts]
+        self._num_loaded, self._load_s, gather_s = 0, 0.0, 0.0
         for k, bucket in enumerate(gatherer.buckets):
             if bucket.direct:
-                self._announce(k)
+                self._announce(k, failures)
                 continue
-            while self._links and num_loaded <= self._before(staged, k):
-                load_s += self._await_loaded(num_loaded, clock)
-                num_loaded += 1
-            filling.append((k, gatherer.launch(k, read)))
+            self._await_loaded(k - gatherer.num_slots, clock, failures)  # the bucket before it in its slot
+            filling.append((k, gatherer.launch(k, read if not failures else None)))
             if len(filling) > 1:
-                gather_s += self._finish(*filling.pop(0), clock)
+                gather_s += self._finish(*filling.pop(0), clock, failures)
         for item in filling:
-            gather_s += self._finish(*item, clock)
+            gather_s += self._finish(*item, clock, failures)
         for i in self._lazy:
             read(i)
-        while self._links and num_loaded < len(gatherer.buckets):
-            load_s += self._await_loaded(num_loaded, clock)
-            num_loaded += 1
-        return {"gather_s": gather_s, "load_s": load_s, "wall_s": time.perf_counter() - begun}
+        self._await_loaded(len(gatherer.buckets) - 1, clock, failures)
+        return {"gather_s": gather_s, "load_s": self._load_s}
 
-    def _before(self, staged: list[int], k: int) -> int:
-        """The bucket that must have been loaded before bucket ``k`` may be filled: the one before it in its slot."""
-        return k - self._gatherer.num_slots if k - self._gatherer.num_slots >= staged[0] else -1
-
-    def _finish(self, k: int, gathering: Gathering, clock: Clock) -> float:
+    def _finish(self, k: int, gathering: Gathering, clock: Clock, failures: list[Exception]) -> float:
         clock.wait(gathering.is_done, f"bucket {k} of {self.num_buckets} was not gathered")
-        self._announce(k)
+        if gathering.error is not None:
+            failures.append(gathering.error)
+        self._announce(k, failures)
         return gathering.seconds()
 
-    def _announce(self, k: int) -> None:
-        for _, link in self._links:
-            link.send(Filled(k))
+    def _announce(self, k: int, failures: list[Exception]) -> None:
+        if failures:
+            return
+        try:
+            for _, link in self._links:
+                link.send(Filled(k))
+        except ChannelError as error:
+            failures.append(error)
 
-    def _await_loaded(self, k: int, clock: Clock) -> float:
+    def _await_loaded(self, k: int, clock: Clock, failures: list[Exception]) -> None:
+        """Until engines are done with bucket ``k`` and all before it."""
+        while self._links and not failures and self._num_loaded <= k:
+            try:
+                self._load_s += self._loaded(self._num_loaded, clock)
+                self._num_loaded += 1
+            except (ChannelError, TimeoutError) as error:
+                failures.append(error)
+
+    def _loaded(self, k: int, clock: Clock) -> float:
         """The longest that a consumer took for bucket ``k``."""
         longest = 0.0
         for consumer, link in self._links:
@@ -329,6 +357,11 @@ class Transfer:
                 return link.receive(min(0.25, clock.left(what)))  # type: ignore[return-value]
             except TimeoutError:
                 clock.check(what)
+
+    def _tell_engines(self, error: Exception) -> None:
+        for _, link in self._links:
+            with contextlib.suppress(ChannelError):
+                link.send(Failed(f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
         for _, link in self._links:

@@ -1,0 +1,280 @@
+"""One trainer rank of test_weight_sync_ranks.py: ``sync_ranks.py SCENARIO,... OUT OPTIONS``.
+
+Rank 0 owns a real engine on the CPU. What happened in each scenario is written to OUT.RANK as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from sglrollout.engine.cpu_support import forgive_torchvision
+
+forgive_torchvision()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import sglrollout as sr  # noqa: E402
+from sglrollout import testing  # noqa: E402
+
+GREEDY = sr.Sampling(temperature=0.0, max_new_tokens=16, ignore_eos=True)
+PROMPTS = ["The sky is", "2 + 2 ="]
+BUCKET_BYTES = 1 << 15  # so small that every model needs many, and its embedding is cut
+
+
+def shard(model: Any, cut: str) -> Any:
+    """Cut a model's parameters over the ranks."""
+    size = dist.get_world_size()
+    if cut == "fsdp":
+        mesh = init_device_mesh("cpu", (size,))
+    elif cut == "hsdp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        both = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("fsdp", "tp"))
+        columns = dict.fromkeys(["q_proj", "k_proj", "v_proj"], ColwiseParallel())
+        plan = {f"self_attn.{name}": style for name, style in columns.items()}
+        plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
+        for layer in model.model.layers:
+            rows = {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+            parallelize_module(layer, both["tp"], {**plan, **rows})
+        mesh = both["fsdp"]
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def trained(path: Path, step: int) -> Any:
+    """The model after some steps of training: the same on every rank."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(step)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def expected(model: Any, prompt_ids: tuple[int, ...]) -> list[int]:
+    """What transformers says with these weights."""
+    ids = torch.tensor([prompt_ids])
+    out = model.generate(ids, max_new_tokens=16, min_new_tokens=16, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt_ids) :].tolist()  # type: ignore[no-any-return]
+
+
+class Cut:
+    """Syncs one model, cut in one way, several times, and compares with transformers."""
+
+    def __init__(self, path: Path, rollout: sr.AsyncRolloutEngine | None) -> None:
+        self._path, self._rollout = path, rollout
+
+    async def run(self, cut: str, method: Literal["auto", "portable"] = "auto", steps: int = 2) -> dict[str, Any]:
+        model = shard(AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.float32), cut)
+        found: dict[str, Any] = {"equal": [], "changed": [], "verified": []}
+        last: list[list[int]] = []
+        async with sr.WeightSyncer(
+            self._rollout, sr.FSDPSource(model), method=method, bucket_bytes=BUCKET_BYTES, timeout_s=30
+        ) as syncer:
+            for step in range(steps):
+                reference = trained(self._path, step)
+                copy_into(model, reference)
+                report = await syncer.sync()
+                verified = await syncer.verify()
+                found["verified"].append(verified.num_weights)
+                found["report"] = {name: getattr(report, name) for name in ("method", "num_buckets", "num_tensors")}
+                if self._rollout is not None:
+                    groups = await self._rollout.generate(PROMPTS, sampling=GREEDY)
+                    tokens = [list(group.completions[0].token_ids) for group in groups]
+                    found["equal"].append(tokens == [expected(reference, group.prompt_ids) for group in groups])
+                    found["changed"].append(tokens != last)
+                    last = tokens
+        return found
+
+
+def copy_into(model: Any, reference: Any) -> None:
+    """Set a cut model's parameters to those of a whole one."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    values = dict(reference.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                whole = distribute_tensor(values[name].detach(), parameter.device_mesh, _plain(parameter.placements))
+                parameter.copy_(whole.redistribute(parameter.device_mesh, parameter.placements))
+            else:
+                parameter.copy_(values[name])
+
+
+def _plain(placements: Any) -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate() for _ in placements]
+
+
+async def cuts(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    ways = ["fsdp"] if dist.get_world_size() == 2 else ["fsdp", "hsdp", "fsdp x tp"]
+    found = {way: await Cut(path, rollout).run(way) for way in ways}
+    found["fsdp, portable"] = await Cut(path, rollout).run("fsdp", method="portable")
+    return found
+
+
+async def offloaded(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    """Only what can be seen without a GPU: that the policy's parameters are taken."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    async with sr.WeightSyncer(rollout, sr.FSDPSource(model)) as syncer:
+        await syncer.sync()
+        return {"verified": (await syncer.verify()).num_weights}
+
+
+async def after_a_forward(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    """FSDP leaves the root's parameters gathered after a forward pass without a backward one."""
+    model = shard(trained(path, 5), "fsdp")
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+    async with sr.WeightSyncer(rollout, sr.FSDPSource(model), bucket_bytes=BUCKET_BYTES) as syncer:
+        await syncer.sync()
+        verified = (await syncer.verify()).num_weights
+        if rollout is None:
+            return {}
+        (group,) = await rollout.generate(PROMPTS[:1], sampling=GREEDY)
+        reference = trained(path, 5)
+        equal = list(group.completions[0].token_ids) == expected(reference, group.prompt_ids)
+        return {"verified": verified, "equal": equal}
+
+
+async def other_weights(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    """One rank has another model."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if dist.get_rank() == 1:
+        model.model.layers = model.model.layers[:1]
+    return await failure(sr.WeightSyncer(rollout, sr.ModuleSource(model)).sync)
+
+
+async def failing_rank(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    """A hook raises on one rank, in the second sync."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    calls: list[str] = []
+
+    def transform(name: str, tensor: Any) -> Any:
+        calls.append(name)
+        if dist.get_rank() == 1 and len(calls) > 60:
+            raise RuntimeError("the hook broke")
+        return [(name, tensor)]
+
+    syncer = sr.WeightSyncer(rollout, sr.ModuleSource(model, transform=transform), timeout_s=10)
+    await syncer.sync()
+    found = await failure(syncer.sync)
+    if rollout is not None:
+        found["states"] = [engine.state for engine in rollout.engines]
+        found["refused"] = await failure(lambda: rollout.generate(PROMPTS, sampling=GREEDY))
+    healed = sr.WeightSyncer(rollout, sr.ModuleSource(model), timeout_s=10)
+    await healed.sync()
+    if rollout is not None:
+        found["healed"] = [engine.state for engine in rollout.engines]
+    return found
+
+
+async def failing_shard(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    """One rank cannot pack its shard, while the others wait for it in an all-gather."""
+    source = sr.FSDPSource(shard(trained(path, 2), "fsdp"))
+    read, broken = source.read, [False]
+
+    def breaking_read() -> Callable[[int], Any]:
+        inner, calls = read(), [0]
+
+        def one(i: int) -> Any:
+            calls[0] += 1
+            if broken[0] and dist.get_rank() == 1 and calls[0] > 5:
+                raise RuntimeError("a shard is gone")
+            return inner(i)
+
+        return one
+
+    source.read = breaking_read  # type: ignore[method-assign]
+    syncer = sr.WeightSyncer(rollout, source, bucket_bytes=BUCKET_BYTES, timeout_s=20)
+    await syncer.sync()
+    broken[0] = True
+    begun = time.monotonic()
+    found = await failure(syncer.sync)
+    found["seconds"] = time.monotonic() - begun
+    broken[0] = False
+    await syncer.sync()
+    found["verified"] = (await syncer.verify()).num_weights
+    return found
+
+
+async def lost_rank(rollout: sr.AsyncRolloutEngine | None, path: Path, how: signal.Signals) -> dict[str, Any]:
+    """Rank 1 dies, or stops, between two syncs."""
+    syncer = sr.WeightSyncer(rollout, sr.FSDPSource(shard(trained(path, 1), "fsdp")), timeout_s=8)
+    await syncer.sync()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), how)
+        await asyncio.sleep(60)
+    await asyncio.sleep(0.5)
+    begun = time.monotonic()
+    found = await failure(syncer.sync)
+    found["seconds"] = time.monotonic() - begun
+    return found
+
+
+async def failure(call: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        await call()
+    except Exception as error:
+        attributes = {name: getattr(error, name, None) for name in ("phase", "rank", "engine")}
+        return {"type": type(error).__name__, "text": str(error), **attributes}
+    return {"type": None}
+
+
+SCENARIOS: dict[str, Callable[..., Any]] = {
+    "cuts": cuts,
+    "offloaded": offloaded,
+    "after_a_forward": after_a_forward,
+    "other_weights": other_weights,
+    "failing_rank": failing_rank,
+    "failing_shard": failing_shard,
+    "killed_rank": lambda rollout, path: lost_rank(rollout, path, signal.SIGKILL),
+    "stopped_rank": lambda rollout, path: lost_rank(rollout, path, signal.SIGSTOP),
+}
+
+
+async def main() -> None:
+    scenarios, out, options = sys.argv[1].split(","), sys.argv[2], json.loads(sys.argv[3])
+    rank = dist.get_rank()
+    directory = Path(out).parent / f"model-{rank}"
+    path = testing.tiny_model(directory, vocab_size=options.get("vocab_size", 512), tie=options.get("tie", True))
+    rollout = None
+    if rank == 0:
+        engine = sr.AsyncRolloutEngine(
+            path, device="cpu", num_engines=1, tp_size=options.get("tp_size", 1), dtype=options.get("dtype", "float32")
+        )
+        rollout = await engine.start()
+    dist.barrier()
+    found = {}
+    try:
+        for scenario in scenarios:
+            found[scenario] = await SCENARIOS[scenario](rollout, path)
+    finally:
+        Path(f"{out}.{rank}").write_text(json.dumps(found))
+        if rollout is not None:
+            await rollout.close()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    asyncio.run(main())
+    os._exit(0)  # a rank that is gone would keep gloo's threads
