@@ -12,9 +12,11 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors.torch import load_file
 
 import sglrollout as sr
 
@@ -88,6 +90,10 @@ async def in_a_thread(model: str) -> None:
         )
         (group,) = await rollout.generate(["hello"], sampling=greedy)
         chunks = [chunk.token_ids async for chunk in rollout.stream("hello", greedy, chunk_tokens=1)]
+        weights = {name: tensor * 1.1 for name, tensor in load_file(Path(model, "model.safetensors")).items()}
+        async with sr.WeightSyncer(rollout, sr.TensorSource(weights)) as syncer:
+            await syncer.sync()
+            num_verified = (await syncer.verify()).num_weights
         try:
             await sr.AsyncRolloutEngine(model, device="cpu", isolation="thread").start()
             second = "started"
@@ -102,6 +108,7 @@ async def in_a_thread(model: str) -> None:
         tokens=list(group.completions[0].token_ids),
         streamed=[token for ids in chunks for token in ids],
         second=second,
+        all_verified=num_verified == len(weights),
         worker_alive=worker.is_alive(),
         scheduler_alive=any(psutil.pid_exists(pid) for pid in info.child_pids),
     )

@@ -90,7 +90,7 @@ class ModuleSource:
 
     def __init__(self, module: Any, *, rename: Rename | None = None, transform: Transform | None = None) -> None:
         self._module, self._rename, self._transform = module, rename, transform
-        self._names: list[str] = []
+        self._names: list[tuple[str, int]] = []
         self._slots: list[_Slot] = []
         self.persistent = transform is None
         self._refuse_what_this_does_not_take()
@@ -122,8 +122,11 @@ class ModuleSource:
         slots = self._slots
         return lambda i: self._local(slots[i].tensor)
 
-    def _all_names(self) -> list[str]:
-        return [name for name, _ in self._module.named_parameters(remove_duplicate=False)]
+    def _all_names(self) -> list[tuple[str, int]]:
+        """Every name, with the place of the first one of the same parameter."""
+        first: dict[int, int] = {}
+        named = self._module.named_parameters(remove_duplicate=False)
+        return [(name, first.setdefault(id(parameter), i)) for i, (name, parameter) in enumerate(named)]
 
     def _find(self) -> list[_Slot]:
         """Where each tensor is found, those that share memory once."""

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import anyio
+
 T = TypeVar("T")
 _STOP_S = 3.0
 
@@ -41,14 +43,18 @@ class Worker:
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            self._cancelled.set()
-            await asyncio.wait([waiting], timeout=_STOP_S)
-            if not waiting.done():  # it waits on another rank, and has a deadline of its own: later calls cannot
-                self._calls, self._thread = queue.SimpleQueue(), None
-            elif not waiting.cancelled():
-                waiting.exception()
-            self._cancelled = threading.Event()
+            with anyio.CancelScope(shield=True):
+                await self._give_up(waiting)
             raise
+
+    async def _give_up(self, waiting: asyncio.Future[Any]) -> None:
+        self._cancelled.set()
+        await asyncio.wait([waiting], timeout=_STOP_S)
+        if not waiting.done():  # it waits on another rank, and has a deadline of its own: later calls cannot
+            self._calls, self._thread = queue.SimpleQueue(), None
+        elif not waiting.cancelled():
+            waiting.exception()
+        self._cancelled = threading.Event()
 
     def close(self) -> None:
         """End the thread once its call is over."""
