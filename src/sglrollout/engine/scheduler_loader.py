@@ -140,11 +140,16 @@ def _map_file(fd: int, region: Region) -> torch.Tensor:
 
 
 def _map_cuda(region: Region) -> torch.Tensor:
+    """Map it into the address space of this process's own device, whichever device of the machine it is on.
+
+    The driver reads another device's memory over NVLink or PCIe. That device need not be visible here, and no context
+    is made on it.
+    """
     assert region.cuda is not None
-    handle, storage_bytes, offset, counter, counter_offset, event, wait = region.cuda
+    handle, storage_bytes, offset, counter, counter_offset, event, _ = region.cuda
     device = torch.cuda.current_device()
-    storage = torch.UntypedStorage._new_shared_cuda(
-        device, handle, storage_bytes, offset, counter, counter_offset, event, wait
+    storage = torch.UntypedStorage._new_shared_cuda(  # no event to wait for: trainers synchronize before each sync
+        device, handle, storage_bytes, offset, counter, counter_offset, event, False
     )
     tensor = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device))
     return tensor.set_(storage, 0, (region.num_bytes,), (1,))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -54,6 +56,45 @@ def export(tensor: torch.Tensor) -> Region:
     storage = tensor.untyped_storage()
     _, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
     return Region(storage.nbytes(), (handle, size, offset, counter, counter_offset, event, wait))
+
+
+@dataclass
+class Exports:
+    """A rank's weights that engines of its machine may read where they are.
+
+    Attributes:
+        regions: the memory they are in.
+        addresses: by weight: a number of ``regions``, and an offset in it.
+        pointers: by weight, where that is in this process.
+    """
+
+    regions: list[Region] = field(default_factory=list)
+    addresses: dict[int, tuple[int, int]] = field(default_factory=dict)
+    pointers: dict[int, int] = field(default_factory=dict)
+
+    def has_moved(self, read: Callable[[int], Any]) -> bool:
+        """Whether one of them is not where it was."""
+        return any(read(i).data_ptr() != pointer for i, pointer in self.pointers.items())
+
+
+def export_weights(read: Callable[[int], Any], dtypes: Sequence[str], device: torch.device) -> Exports:
+    """What of this rank's weights can be mapped: on its device, contiguous, of the dtype that engines have."""
+    exports, known = Exports(), dict[int, int]()
+    for i, dtype in enumerate(dtypes):
+        tensor = read(i)
+        fits = tensor.device == device and tensor.is_contiguous() and tensor.dtype == getattr(torch, dtype)
+        if not fits or not tensor.numel():
+            continue
+        base = tensor.untyped_storage().data_ptr()
+        if base not in known:
+            try:
+                exports.regions.append(export(tensor))
+            except RuntimeError:  # from expandable segments, or the like: it is staged
+                continue
+            known[base] = len(exports.regions) - 1
+        exports.addresses[i] = (known[base], tensor.data_ptr() - base)
+        exports.pointers[i] = tensor.data_ptr()
+    return exports
 
 
 @contextmanager

@@ -28,7 +28,8 @@ class Planned:
         itemsize: bytes of an element on the way.
         ranks: the global ranks that gather it; empty when every rank that sends it holds it whole.
         boxes: what each of ``ranks`` holds; the whole, once, when there are none.
-        address: where an engine can read it itself: a region and an offset in it; ``None``: it must be staged.
+        addresses: where engines can read each of ``boxes`` themselves: a region and an offset in it; ``None``: it must
+            be staged.
         sent: whether this rank has a part in sending it.
     """
 
@@ -36,7 +37,7 @@ class Planned:
     itemsize: int
     ranks: tuple[int, ...]
     boxes: tuple[Box, ...]
-    address: tuple[int, int] | None = None
+    addresses: tuple[tuple[int, int], ...] | None = None
     sent: bool = True
 
 
@@ -78,13 +79,15 @@ def plan_buckets(weights: Sequence[Planned], bucket_bytes: int, split: bool = Tr
         split: cut what is larger than a bucket along its first dimension. Otherwise it travels alone, whole.
     """
     direct = [
-        Piece(i, Box.whole(weight.shape), *weight.address)
+        Piece(i, box, *address)
         for i, weight in enumerate(weights)
-        if weight.address is not None
+        if weight.sent
+        for box, address in zip(weight.boxes, weight.addresses or (), strict=weight.addresses is not None)
+        if box.numel
     ]
     buckets = [Bucket(direct=direct)] if direct else []
     packer = _Packer(bucket_bytes)
-    staged = [(i, weight) for i, weight in enumerate(weights) if weight.sent and weight.address is None]
+    staged = [(i, weight) for i, weight in enumerate(weights) if weight.sent and weight.addresses is None]
     for i, weight in sorted(staged, key=lambda item: not item[1].ranks):
         for boxes in _cut(weight, bucket_bytes) if split else [weight.boxes]:
             packer.add(i, weight, boxes)

@@ -47,8 +47,6 @@ class PortableTransfer:
     def begin(self) -> None:
         """Once for each sync."""
         self._read = self._source.read()
-        if self._layout.device is not None:
-            torch.cuda.synchronize(self._layout.device)
         if self._consumers and not self._flat:
             size, device = max(self._sizes, default=0), self._layout.device or "cpu"
             self._flat = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]

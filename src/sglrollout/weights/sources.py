@@ -202,7 +202,7 @@ class FSDPSource(ModuleSource):
     def _local(self, tensor: Any) -> Any:
         from torch.distributed.tensor import DTensor
 
-        return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
     def _full(self, tensor: Any) -> Any:
         return _plain(tensor)

@@ -35,6 +35,7 @@ from sglrollout.wire.link import Listener
 from sglrollout.wire.messages import WeightReport, WeightSpec
 
 if TYPE_CHECKING:
+    from sglrollout.weights.memory import Exports
     from sglrollout.weights.portable import PortableTransfer
     from sglrollout.weights.transfer import Consumer, Layout, Transfer
     from sglrollout.weights.verify import Sums
@@ -75,6 +76,7 @@ class _Plan:
         reports: what the TP ranks of this rank's engines said, in the order of :meth:`Leader.facts`.
         all_reports: the same of every rank's engines.
         serves: whether engines read this rank's memory.
+        exports: what this rank has exported.
     """
 
     method: str
@@ -84,6 +86,7 @@ class _Plan:
     reports: list[WeightReport]
     all_reports: list[WeightReport]
     serves: bool
+    exports: Exports
     transfer: Transfer | PortableTransfer
     num_engines: int
     copy_bytes_per_s: float
@@ -450,14 +453,18 @@ class WeightSyncer:
 
         async def look() -> bool:
             plan = self._plan
-            if plan is None or plan.engines != engines:
-                return True
-            return await self._worker.run(lambda: self._source.changed() or self._has_moved(plan))
+            outdated = plan is None or plan.engines != engines
+            return await self._worker.run(lambda: self._settle(plan) or outdated)
 
         return any(await self._phase("plan", look))
 
-    def _has_moved(self, plan: _Plan) -> bool:
-        return plan.method == "fast" and plan.transfer.has_moved()  # type: ignore[union-attr]
+    def _settle(self, plan: _Plan | None) -> bool:
+        """Wait for the optimizer's last step to be over on the device; whether the plan no longer holds."""
+        if self._worker.device is not None:
+            import torch
+
+            torch.cuda.synchronize(self._worker.device)
+        return plan is None or self._source.changed() or plan.exports.has_moved(self._source.read())
 
     async def _make_plan(self, leader: Leader | None, engines: list[EngineFacts]) -> None:
         if leader is None and self._ranks.size == 1:
@@ -496,10 +503,23 @@ class WeightSyncer:
         method, why = self._choose(reports)
         layout = _layout(weights, facts, reports, self._ranks.rank, device)
 
-        async def prepare() -> float:
+        async def share() -> Exports:
             layout.check()
+            return await self._worker.run(lambda: self._export(layout, method))
+
+        exports = await self._phase("plan", share)
+
+        async def look_for_direct() -> list[bool]:
+            return _reachable(weights, facts, exports, self._ranks.rank)
+
+        direct = [
+            i for i, every in enumerate(zip(*await self._phase("plan", look_for_direct), strict=True)) if all(every)
+        ]
+
+        async def prepare() -> float:
             mine = consumers[self._ranks.rank]
-            plan = await self._worker.run(lambda: self._build(layout, method, why, mine, engines, facts))
+            near = {rank: e for rank, e in enumerate(exports) if facts[rank].machine == facts[self._ranks.rank].machine}
+            plan = await self._worker.run(lambda: self._build(layout, method, why, mine, engines, facts, near, direct))
             plan.reports = reports[self._ranks.rank]
             plan.all_reports = [report for of_rank in reports for report in of_rank]
             self._plan = plan
@@ -552,6 +572,13 @@ class WeightSyncer:
             return "portable", unsuited
         return "fast", ""
 
+    def _export(self, layout: Layout, method: str) -> Exports:
+        from sglrollout.weights.memory import Exports, export_weights
+
+        if method != "fast" or layout.device is None or not self._source.persistent:
+            return Exports()
+        return export_weights(self._source.read(), layout.dtypes, layout.device)
+
     def _build(
         self,
         layout: Layout,
@@ -560,6 +587,8 @@ class WeightSyncer:
         consumers: list[tuple[str, int]],
         engines: list[EngineFacts],
         facts: list[_Facts],
+        exports: dict[int, Exports],
+        direct: list[int],
     ) -> _Plan:
         """Runs on the worker's thread."""
         from sglrollout.weights.memory import copy_bytes_per_s
@@ -569,12 +598,13 @@ class WeightSyncer:
         mine = [Consumer(*consumer) for consumer in consumers]
         transfer: Transfer | PortableTransfer
         if method == "fast":
-            transfer = Transfer(layout, self._source, mine, self._bucket_bytes, self._num_slots)
+            transfer = Transfer(layout, self._source, mine, self._bucket_bytes, self._num_slots, exports, direct)
         else:
             transfer = PortableTransfer(layout, self._source, mine, self._bucket_bytes)
         num_engines = sum(len(fact.engines) for fact in facts)
         speed = copy_bytes_per_s(layout.device)
-        return _Plan(method, why, layout, engines, [], [], bool(mine), transfer, num_engines, speed)
+        own = exports[self._ranks.rank]
+        return _Plan(method, why, layout, engines, [], [], bool(mine), own, transfer, num_engines, speed)
 
     def _forget_plan(self) -> None:
         plan, self._plan = self._plan, None
@@ -662,6 +692,17 @@ def _partner(facts: list[_Facts], owner: int, engine: EngineFacts, tp_rank: int)
     known = sorted({fact.device for fact in facts if fact.device})
     message = f"no trainer rank shares {device}, the GPU of {engine.name}'s TP rank {tp_rank} (ranks are on {known})"
     raise WeightSyncError("plan", message, engine=engine.name)
+
+
+def _reachable(weights: list[Weight], facts: list[_Facts], exports: list[Exports], rank: int) -> list[bool]:
+    """By weight, whether engines of this rank's machine can read all of it where it is."""
+    here = facts[rank].machine
+
+    def is_near(i: int, other: int) -> bool:
+        empty = not facts[other].boxes[i].numel
+        return facts[other].machine == here and (empty or i in exports[other].addresses)
+
+    return [all(is_near(i, other) for other in weight.ranks or (rank,)) for i, weight in enumerate(weights)]
 
 
 def _links(

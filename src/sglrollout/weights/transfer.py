@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from sglrollout.boxes import Box, cover, narrowed
 from sglrollout.errors import ChannelError, WeightSyncError
-from sglrollout.weights.memory import Staging, export
+from sglrollout.weights.memory import Exports, Staging
 from sglrollout.weights.plan import Bucket, Planned, plan_buckets
 from sglrollout.weights.sources import Weight, WeightSource
 from sglrollout.wire.link import Failed, Filled, FromEngine, Joined, Link, Listener, Loaded, Mapped, Offer, Region
@@ -62,15 +62,20 @@ class Layout:
                 message = f"the shards of {weight.spec.name} on ranks {list(weight.ranks)} do not make up the whole"
                 raise WeightSyncError("plan", message)
 
-    def planned(self, addresses: dict[int, tuple[int, int]], whole: bool) -> list[Planned]:
-        """For the planner. ``whole``: whether weights that are whole on this rank are its to send."""
+    def planned(self, addresses: dict[int, tuple[tuple[int, int], ...]], whole: bool) -> list[Planned]:
+        """For the planner.
+
+        Args:
+            addresses: of the weights that engines read where they are.
+            whole: whether weights that are whole on this rank are its to send.
+        """
         return [
             Planned(
                 shape=tuple(weight.spec.shape),
                 itemsize=getattr(torch, dtype).itemsize,
                 ranks=weight.ranks,
                 boxes=boxes,
-                address=addresses.get(i),
+                addresses=addresses.get(i),
                 sent=whole or bool(weight.ranks),
             )
             for i, (weight, dtype, boxes) in enumerate(zip(self.weights, self.dtypes, self.boxes, strict=True))
@@ -194,20 +199,41 @@ class Transfer:
         consumers: the TP ranks to serve; there may be none, and then this rank only takes part in gathers.
         bucket_bytes: of a slot of the staging buffer.
         num_slots: of the staging buffer: how many buckets may be under way at once.
+        exports: what ranks of this machine have exported.
+        direct: the weights that engines read where they are, in every rank's memory. They need no gather and no room.
     """
 
     def __init__(
-        self, layout: Layout, source: WeightSource, consumers: Sequence[Consumer], bucket_bytes: int, num_slots: int
+        self,
+        layout: Layout,
+        source: WeightSource,
+        consumers: Sequence[Consumer],
+        bucket_bytes: int,
+        num_slots: int,
+        exports: dict[int, Exports] | None = None,
+        direct: Sequence[int] = (),
     ) -> None:
         self._layout, self._source, self._consumers = layout, source, list(consumers)
         self._regions: list[Region] = []
-        self._addresses: dict[int, int] = {}
-        addresses = self._export_parameters() if consumers else {}
+        addresses = self._addresses(exports or {}, direct)
         planned = layout.planned(addresses, whole=bool(consumers))
         self._gatherer = Gatherer(layout, plan_buckets(planned, bucket_bytes), num_slots, shared=bool(consumers))
         self._links: list[tuple[Consumer, Link]] = []
         self._num_loaded, self._load_s = 0, 0.0
         self._lazy = [] if source.persistent or consumers else [i for i, w in enumerate(layout.weights) if not w.ranks]
+
+    def _addresses(self, exports: dict[int, Exports], direct: Sequence[int]) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Where engines find the boxes of ``direct`` weights, in the regions of all ranks one after the other."""
+        first: dict[int, int] = {}
+        for rank, of_rank in exports.items():
+            first[rank] = 1 + len(self._regions)  # region 0 is the staging buffer
+            self._regions += of_rank.regions
+        found = {}
+        for i in direct:
+            ranks = self._layout.weights[i].ranks or (self._layout.rank,)
+            of_ranks = [(rank, *exports[rank].addresses.get(i, (0, 0))) for rank in ranks]  # an empty shard has none
+            found[i] = tuple((first[rank] + region, offset) for rank, region, offset in of_ranks)
+        return found
 
     @property
     def num_buckets(self) -> int:
@@ -216,37 +242,6 @@ class Transfer:
     @property
     def staging(self) -> Staging:
         return self._gatherer.staging
-
-    def _export_parameters(self) -> dict[int, tuple[int, int]]:
-        """Weights that an engine can read where they are, as region and offset. Notes their addresses."""
-        found: dict[int, tuple[int, int]] = {}
-        if not self._source.persistent or self._layout.device is None:
-            return found
-        read = self._source.read()
-        known: dict[int, int] = {}
-        for i, weight in enumerate(self._layout.weights):
-            tensor = read(i) if not weight.ranks else None
-            if tensor is None or tensor.device != self._layout.device or not tensor.is_contiguous():
-                continue
-            if str(tensor.dtype) != f"torch.{self._layout.dtypes[i]}" or not tensor.numel():
-                continue
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                try:
-                    self._regions.append(export(tensor))
-                except RuntimeError:  # from expandable segments, or the like: it is staged
-                    continue
-                known[storage.data_ptr()] = len(self._regions)  # region 0 is the staging buffer
-            found[i] = (known[storage.data_ptr()], tensor.data_ptr() - storage.data_ptr())
-            self._addresses[i] = tensor.data_ptr()
-        return found
-
-    def has_moved(self) -> bool:
-        """Whether parameters that engines read themselves are no longer where they were."""
-        if not self._addresses:
-            return False
-        read = self._source.read()
-        return any(read(i).data_ptr() != address for i, address in self._addresses.items())
 
     def accept(self, listener: Listener, token: str, timeout_s: float) -> None:
         """Let each consumer join and map this rank's memory.
@@ -297,8 +292,6 @@ class Transfer:
 
     def _run(self, clock: Clock, failures: list[Exception]) -> dict[str, float]:
         gatherer, read = self._gatherer, self._source.read()
-        if self._layout.device is not None:
-            torch.cuda.synchronize(self._layout.device)  # the optimizer's last step may still run
         filling: list[tuple[int, Gathering]] = []
         self._num_loaded, self._load_s, gather_s = 0, 0.0, 0.0
         for k, bucket in enumerate(gatherer.buckets):
