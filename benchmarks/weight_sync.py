@@ -38,7 +38,16 @@ _PHASES = ("pause_s", "gather_s", "load_s", "transfer_s", "flush_s", "resume_s")
 
 
 def work_of(args: argparse.Namespace, model_dir: str) -> Work:
-    return Work(args.device, args.shape, model_dir, 64, 16, 16, 1, 1.0, "auto", False, None)
+    return Work(args.device, args.shape, model_dir, 8, 16, 16, 1, 1.0, "auto", False, None)
+
+
+def engine_args(args: argparse.Namespace, model_dir: str) -> dict[str, Any]:
+    """With room on the device for a trainer, and for a second copy of its weights."""
+    return work_of(args, model_dir).engine_args() | ({"mem_fraction_static": 0.5} if args.device == "cuda" else {})
+
+
+def rollout_options(args: argparse.Namespace, model_dir: str) -> dict[str, Any]:
+    return work_of(args, model_dir).rollout_options() | ({"mem_fraction": 0.5} if args.device == "cuda" else {})
 
 
 def say(row: str, seconds: list[float], **facts: Any) -> None:
@@ -56,7 +65,8 @@ def make_model(args: argparse.Namespace, model_dir: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=torch.bfloat16)
+        config = AutoConfig.from_pretrained(model_dir)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.trainer_dtype))
     return fill(model.to_empty(device=args.device), args)
 
 
@@ -109,7 +119,7 @@ def run_raw(args: argparse.Namespace, model_dir: str) -> None:
     import torch
     from sglang.srt.entrypoints.engine import Engine
 
-    engine = Engine(**work_of(args, model_dir).engine_args())
+    engine = Engine(**engine_args(args, model_dir))
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         named = [(name, parameter.detach()) for name, parameter in make_model(args, model_dir).named_parameters()]
@@ -188,7 +198,7 @@ async def run_sglrollout(args: argparse.Namespace, model_dir: str) -> None:
     """Trainer and engine share one GPU."""
     import sglrollout as sr
 
-    options = work_of(args, model_dir).rollout_options() | {"memory_saver": args.memory_saver}
+    options = rollout_options(args, model_dir) | {"memory_saver": args.memory_saver}
     async with sr.AsyncRolloutEngine(**options) as rollout:
         model = make_model(args, model_dir)
         named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
@@ -196,7 +206,7 @@ async def run_sglrollout(args: argparse.Namespace, model_dir: str) -> None:
             "fast, parameters mapped": (sr.ModuleSource(model), {}),
             **{
                 f"fast, staged in 2 x {megabytes} MB": (sr.TensorSource(named), {"bucket_bytes": megabytes << 20})
-                for megabytes in (64, 128, 256, 512)
+                for megabytes in (128, 256, 512)
             },
             "portable, buckets of 512 MB": (sr.ModuleSource(model), {"method": "portable", "bucket_bytes": 512 << 20}),
         }
@@ -234,12 +244,21 @@ async def measure_sync(args: argparse.Namespace, row: str, rollout: Any, source:
 
 async def measure_sleep(args: argparse.Namespace, rollout: Any, syncer: Any) -> None:
     """All memory given back and taken again, and the sync that wakes engines in stages."""
+    from sglrollout.pool.sleep import TAGS
+
     asleep, awake, staged = [], [], []
+    by_tag: dict[str, list[float]] = {tag: [] for tag in TAGS}
     for _ in range(args.repeats):
         asleep.append((await rollout.sleep()).seconds)
         begun = time.perf_counter()
         await rollout.wake()
         awake.append(time.perf_counter() - begun)
+        await syncer.sync()
+        await rollout.sleep()
+        for tag in TAGS:
+            begun = time.perf_counter()
+            await rollout.wake([tag])
+            by_tag[tag].append(time.perf_counter() - begun)
         await syncer.sync()
         report = await rollout.sleep()
         asleep.append(report.seconds)
@@ -248,6 +267,9 @@ async def measure_sleep(args: argparse.Namespace, rollout: Any, syncer: Any) -> 
     used = max(report.used_bytes.values())
     say("sleep", asleep, freed_bytes=freed, used_bytes=used)
     say("wake", awake)
+    for tag, seconds in by_tag.items():
+        freed_gb = max(tags[tag] for tags in report.freed_bytes.values()) / 1e9
+        say(f"wake {tag} alone, {freed_gb:.1f} GB", seconds)
     say("sync that wakes the engine", staged)
 
 
@@ -268,10 +290,11 @@ async def run_fsdp(args: argparse.Namespace, model_dir: str) -> None:
     rollout = None
     if rank == 0:
         engines = {"num_engines": args.gpus // args.tp, "tp_size": args.tp}
-        rollout = await sr.AsyncRolloutEngine(**(work_of(args, model_dir).rollout_options() | engines)).start()
+        rollout = await sr.AsyncRolloutEngine(**(rollout_options(args, model_dir) | engines)).start()
     dist.barrier()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=torch.bfloat16)
+        config = AutoConfig.from_pretrained(model_dir)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.trainer_dtype))
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -284,15 +307,27 @@ async def run_fsdp(args: argparse.Namespace, model_dir: str) -> None:
         gather = one_gather(args, parameters)
         if rank == 0:
             say("one all-gather of all bytes, floor of the gather", gather)
-        for megabytes in (64, 128, 256, 512):
+        await measure_sync(args, "sglrollout, fast, shards mapped", rollout, sr.FSDPSource(model))
+        for megabytes in (128, 256, 512):
             given = {"bucket_bytes": megabytes << 20}
-            await measure_sync(args, f"sglrollout, fast, 2 x {megabytes} MB", rollout, sr.FSDPSource(model), **given)
+            await measure_sync(
+                args, f"sglrollout, fast, gathered in 2 x {megabytes} MB", rollout, gathered(model), **given
+            )
         given = {"method": "portable", "bucket_bytes": 512 << 20}
         await measure_sync(args, "sglrollout, portable, buckets of 512 MB", rollout, sr.FSDPSource(model), **given)
     finally:
         if rollout is not None:
             await rollout.close()
     dist.destroy_process_group()
+
+
+def gathered(model: Any) -> Any:
+    """As for parameters that engines cannot read themselves: of another dtype, offloaded, or of another machine."""
+    import sglrollout as sr
+
+    source = sr.FSDPSource(model)
+    source.persistent = False
+    return source
 
 
 def one_gather(args: argparse.Namespace, parameters: list[Any]) -> list[float]:
@@ -339,6 +374,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--gpus", type=int, default=1, help="trainer ranks, each with a GPU; more than one is FSDP2")
     parser.add_argument("--tp", type=int, default=1, help="TP ranks of each engine, with --gpus above 1")
+    parser.add_argument(
+        "--trainer-dtype", default="bfloat16", help="of the trainer's parameters; engines have bfloat16"
+    )
     parser.add_argument("--memory-saver", action="store_true", help="also sleep and wake")
     parser.add_argument("--verify", action="store_true", help="also check that engines have the trainer's weights")
     parser.add_argument("--json", help="write all rows to this file")

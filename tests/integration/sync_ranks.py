@@ -32,17 +32,20 @@ from sglrollout import testing  # noqa: E402
 GREEDY = sr.Sampling(temperature=0.0, max_new_tokens=16, ignore_eos=True)
 PROMPTS = ["The sky is", "2 + 2 ="]
 BUCKET_BYTES = 1 << 15  # so small that every model needs many, and its embedding is cut
+OPTIONS = json.loads(sys.argv[3])
+DEVICE = OPTIONS.get("device", "cpu")
 
 
 def shard(model: Any, cut: str) -> Any:
     """Cut a model's parameters over the ranks."""
     size = dist.get_world_size()
+    model = model.to(DEVICE)
     if cut == "fsdp":
-        mesh = init_device_mesh("cpu", (size,))
+        mesh = init_device_mesh(DEVICE, (size,))
     elif cut == "hsdp":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(DEVICE, (2, size // 2), mesh_dim_names=("replicate", "shard"))
     else:
-        both = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("fsdp", "tp"))
+        both = init_device_mesh(DEVICE, (2, size // 2), mesh_dim_names=("fsdp", "tp"))
         columns = dict.fromkeys(["q_proj", "k_proj", "v_proj"], ColwiseParallel())
         plan = {f"self_attn.{name}": style for name, style in columns.items()}
         plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
@@ -111,7 +114,9 @@ def copy_into(model: Any, reference: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor):
-                whole = distribute_tensor(values[name].detach(), parameter.device_mesh, _plain(parameter.placements))
+                whole = distribute_tensor(
+                    values[name].detach().to(DEVICE), parameter.device_mesh, _plain(parameter.placements)
+                )
                 parameter.copy_(whole.redistribute(parameter.device_mesh, parameter.placements))
             else:
                 parameter.copy_(values[name])
@@ -131,9 +136,9 @@ async def cuts(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, A
 
 
 async def offloaded(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
-    """Only what can be seen without a GPU: that the policy's parameters are taken."""
+    """Parameters on the CPU, whatever the mesh is on."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -146,7 +151,7 @@ async def after_a_forward(rollout: sr.AsyncRolloutEngine | None, path: Path) -> 
     """FSDP leaves the root's parameters gathered after a forward pass without a backward one."""
     model = shard(trained(path, 5), "fsdp")
     with torch.no_grad():
-        model(torch.tensor([[1, 2, 3]]))
+        model(torch.tensor([[1, 2, 3]], device=DEVICE))
     async with sr.WeightSyncer(rollout, sr.FSDPSource(model), bucket_bytes=BUCKET_BYTES) as syncer:
         await syncer.sync()
         verified = (await syncer.verify()).num_weights
@@ -255,15 +260,15 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
 
 
 async def main() -> None:
-    scenarios, out, options = sys.argv[1].split(","), sys.argv[2], json.loads(sys.argv[3])
+    scenarios, out, options = sys.argv[1].split(","), sys.argv[2], OPTIONS
     rank = dist.get_rank()
     directory = Path(out).parent / f"model-{rank}"
     path = testing.tiny_model(directory, vocab_size=options.get("vocab_size", 512), tie=options.get("tie", True))
     rollout = None
     if rank == 0:
-        engine = sr.AsyncRolloutEngine(
-            path, device="cpu", num_engines=1, tp_size=options.get("tp_size", 1), dtype=options.get("dtype", "float32")
-        )
+        dtype = options.get("dtype", "float32")
+        engines = {"num_engines": options.get("num_engines", 1), "tp_size": options.get("tp_size", 1)}
+        engine = sr.AsyncRolloutEngine(path, device=DEVICE, dtype=dtype, **engines, **options.get("more", {}))
         rollout = await engine.start()
     dist.barrier()
     found = {}
@@ -277,6 +282,8 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
     asyncio.run(main())
     os._exit(0)  # a rank that is gone would keep gloo's threads

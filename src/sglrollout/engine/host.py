@@ -126,9 +126,8 @@ class EngineHost:
         await self._engine.pause(mode, timeout_s)
         return {}
 
-    async def _on_resume(self, version: int, timeout_s: float) -> dict[str, Any]:
-        await self._engine.resume(version, timeout_s)
-        return {}
+    async def _on_resume(self, version: int, flush: bool, timeout_s: float) -> dict[str, Any]:
+        return {"ranks": await self._engine.resume(version, flush, timeout_s)}
 
     async def _on_describe_weights(self, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         return {"reports": await self._engine.call_schedulers("describe", timeout_s, arguments)}

@@ -85,12 +85,24 @@ class Agent:
 
         self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
 
-    def resume(self, version: int) -> None:
-        """Take steps again. Tokens sampled from here on are of ``version``."""
+    def resume(self, version: int, flush: bool) -> dict[str, float]:
+        """Take steps again, after a flush if that is wanted. Tokens sampled from here on are of ``version``.
+
+        Returns:
+            the seconds of both.
+
+        Raises:
+            RuntimeError: the prefix cache was not flushed; nothing was resumed.
+        """
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
+        begun = time.perf_counter()
+        if flush and not self.flush():
+            raise RuntimeError("SGLang did not flush its prefix cache")
+        flushed = time.perf_counter()
         scheduler_outputs.change_version(version, self._live_requests(), self._num_pending_results())
         self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        return {"flush_s": flushed - begun, "resume_s": time.perf_counter() - flushed}
 
     def flush(self) -> bool:
         """Empty the prefix cache. While paused, requests may wait: they hold none of it, and keep their place."""

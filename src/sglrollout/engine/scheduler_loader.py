@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import time
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +19,22 @@ import torch
 from sglrollout.boxes import narrowed
 from sglrollout.engine.scheduler_recorder import Recording
 from sglrollout.errors import ChannelError
-from sglrollout.wire.link import Failed, Filled, Joined, Loaded, Mapped, Offer, Piece, Region, connect
+from sglrollout.wire.link import STAGING, Failed, Filled, Joined, Loaded, Mapped, Offer, Piece, Region, connect
+
+_SMALL_BYTES = 1 << 20
 
 
 class _Batch(NamedTuple):
-    """One bucket's copies: those that one launch makes together, and the others."""
+    """One bucket's copies, as (target, source): the small ones, made by one launch; large ones from this device's own
+    memory; and large ones from another's, made beside those."""
 
-    targets: list[torch.Tensor]
-    sources: list[torch.Tensor]
-    others: list[tuple[torch.Tensor, torch.Tensor]]
+    small: tuple[list[torch.Tensor], list[torch.Tensor]]
+    near: list[tuple[torch.Tensor, torch.Tensor]]
+    far: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @property
+    def targets(self) -> list[torch.Tensor]:
+        return self.small[0] + [target for target, _ in self.near + self.far]
 
 
 class Loader:
@@ -45,7 +53,7 @@ class Loader:
                 raise ChannelError(f"expected an offer, got {type(offer).__name__}")
             try:
                 regions = _map(offer.regions, fds)
-                self._batches = [self._batch(pieces, regions, offer.dtypes) for pieces in offer.buckets]
+                self._batches = [self._batch(pieces, regions, offer) for pieces in offer.buckets]
                 self._check_whole(offer.buckets)
             except Exception as error:
                 self._link.send(Mapped(f"{type(error).__name__}: {error}"))
@@ -84,38 +92,50 @@ class Loader:
         return {"seconds": busy_s, "num_bytes": num_bytes}
 
     def _take(self, batch: _Batch) -> int:
-        if batch.targets:
-            torch._foreach_copy_(batch.targets, batch.sources)
-        for target, source in batch.others:
+        if batch.far:
+            stream = self._far_stream
+            with torch.cuda.stream(stream):
+                for target, source in batch.far:
+                    target.copy_(source)
+        for target, source in batch.near:
             target.copy_(source)
+        if batch.small[0]:
+            torch._foreach_copy_(*batch.small)
         _synchronize()
-        return int(sum(target.nbytes for target in [*batch.targets, *(target for target, _ in batch.others)]))
+        return int(sum(target.nbytes for target in batch.targets))
 
-    def _batch(self, pieces: list[Piece], regions: list[torch.Tensor], dtypes: list[str]) -> _Batch:
-        batch = _Batch([], [], [])
+    @cached_property
+    def _far_stream(self) -> Any:
+        return torch.cuda.Stream()
+
+    def _batch(self, pieces: list[Piece], regions: list[_Mapped], offer: Offer) -> _Batch:
+        batch = _Batch(([], []), [], [])
         by_entry: dict[int, list[Any]] = {}
         for copy in self._recording.copies:
             by_entry.setdefault(copy.entry, []).append(copy)
         for piece in pieces:
-            dtype = getattr(torch, dtypes[piece.entry])
+            dtypes = offer.staged if piece.region == STAGING else offer.own
+            dtype, region = getattr(torch, dtypes[piece.entry]), regions[piece.region]
             end = piece.offset + piece.box.numel * dtype.itemsize
-            data = regions[piece.region][piece.offset : end].view(dtype).view(piece.box.size)
+            data = region.bytes[piece.offset : end].view(dtype).view(piece.box.size)
             for copy in by_entry.get(piece.entry, ()):
                 met = copy.box.intersect(piece.box)
-                if met is not None:
-                    target = narrowed(copy.target, met.within(copy.box))
-                    source = narrowed(data, met.within(piece.box))
-                    if target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype:
-                        batch.targets.append(target)
-                        batch.sources.append(source)
-                    else:
-                        batch.others.append((target, source))
+                if met is None:
+                    continue
+                target = narrowed(copy.target, met.within(copy.box))
+                source = narrowed(data, met.within(piece.box))
+                plain = target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
+                if plain and target.nbytes <= _SMALL_BYTES:
+                    batch.small[0].append(target)
+                    batch.small[1].append(source)
+                else:
+                    (batch.far if region.is_far else batch.near).append((target, source))
         return batch
 
     def _check_whole(self, buckets: list[list[Piece]]) -> None:
         """Whether the buckets bring all that is to be copied."""
         needed = sum(copy.target.numel() for copy in self._recording.copies)
-        planned = sum(t.numel() for b in self._batches for t in [*b.targets, *(target for target, _ in b.others)])
+        planned = sum(target.numel() for batch in self._batches for target in batch.targets)
         if needed != planned:
             raise ChannelError(f"{len(buckets)} buckets bring {planned} elements, and {needed} are needed")
 
@@ -124,8 +144,15 @@ class Loader:
         self._link.close()
 
 
-def _map(regions: list[Region], fds: list[int]) -> list[torch.Tensor]:
-    """Each region as bytes. Closes the file descriptors."""
+class _Mapped(NamedTuple):
+    """A region as bytes, and whether it is on another device."""
+
+    bytes: torch.Tensor
+    is_far: bool = False
+
+
+def _map(regions: list[Region], fds: list[int]) -> list[_Mapped]:
+    """Map each region. Closes the file descriptors."""
     try:
         shared = iter(fds)
         return [_map_cuda(region) if region.cuda else _map_file(next(shared), region) for region in regions]
@@ -134,25 +161,23 @@ def _map(regions: list[Region], fds: list[int]) -> list[torch.Tensor]:
             os.close(fd)
 
 
-def _map_file(fd: int, region: Region) -> torch.Tensor:
+def _map_file(fd: int, region: Region) -> _Mapped:
     memory = mmap.mmap(fd, region.num_bytes)  # lives as long as the tensor does
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return _Mapped(torch.frombuffer(memory, dtype=torch.uint8))
 
 
-def _map_cuda(region: Region) -> torch.Tensor:
+def _map_cuda(region: Region) -> _Mapped:
     """Map it into the address space of this process's own device, whichever device of the machine it is on.
 
     The driver reads another device's memory over NVLink or PCIe. That device need not be visible here, and no context
     is made on it.
     """
     assert region.cuda is not None
-    handle, storage_bytes, offset, counter, counter_offset, event, _ = region.cuda
     device = torch.cuda.current_device()
-    storage = torch.UntypedStorage._new_shared_cuda(  # no event to wait for: trainers synchronize before each sync
-        device, handle, storage_bytes, offset, counter, counter_offset, event, False
-    )
+    storage = torch.UntypedStorage._new_shared_cuda(device, *region.cuda)
     tensor = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device))
-    return tensor.set_(storage, 0, (region.num_bytes,), (1,))
+    is_far = region.device != str(torch.cuda.get_device_properties(device).uuid)
+    return _Mapped(tensor.set_(storage, 0, (region.num_bytes,), (1,)), is_far)
 
 
 def _synchronize() -> None:

@@ -353,14 +353,22 @@ class SGLangEngine:
             self.abort(request_id)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def resume(self, version: int, timeout_s: float) -> None:
-        """Generate again. Tokens sampled from here on are of ``version``."""
-        await self.call_schedulers("resume", timeout_s, {"version": version})
+    async def resume(self, version: int, flush: bool, timeout_s: float) -> list[dict[str, float]]:
+        """Generate again, after emptying the prefix cache if ``flush``. Tokens from here on are of ``version``.
+
+        Returns:
+            the seconds that both took, by TP rank.
+
+        Raises:
+            EngineRequestError: the cache was not emptied; it stays paused.
+        """
+        seconds = await self.call_schedulers("resume", timeout_s, {"version": version, "flush": flush})
         self.weight_version = version
         self._paused = False
         async with self._manager.is_pause_cond:
             self._manager.is_pause = False
             self._manager.is_pause_cond.notify_all()
+        return seconds
 
     async def begin_portable(self) -> None:
         """Open SGLang's own weight update, where this version has such a session.

@@ -96,14 +96,19 @@ async def wake(pool: Pool, tags: Sequence[str] | None, timeout_s: float) -> None
         pool.changed()
 
 
-async def wake_members(members: Sequence[Member], tags: Sequence[str], timeout_s: float) -> None:
+async def wake_members(
+    members: Sequence[Member], tags: Sequence[str], timeout_s: float, room_for: Sequence[str] = ()
+) -> None:
     """Take the memory behind ``tags`` again in those of the members that gave it up. Weights come back as garbage.
+
+    Args:
+        room_for: tags that are to follow: there must be room for them, too.
 
     Raises:
         DeviceMemoryError: a device has less free memory than that takes; nothing was woken.
     """
     for member in members:
-        await _check_free(member, tags, timeout_s)
+        await _check_free(member, [*tags, *(tag for tag in room_for if tag not in tags)], timeout_s)
     await in_parallel(lambda m=m: _wake_one(m, tags) for m in members)  # type: ignore[misc]
 
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sglrollout.errors import RolloutError, WeightSyncError
+from sglrollout.errors import EngineError, RolloutError, WeightSyncError
 
 _LAST_WORDS_S = 5.0
 _GRACE_S = 5.0
@@ -86,11 +86,13 @@ class Ranks:
         rank = outcome.rank if self._several else None
         if isinstance(error, WeightSyncError):
             return WeightSyncError(error.phase, error.reason, rank if error.rank is None else error.rank, error.engine)
-        engine = getattr(error, "engine", None)
-        if isinstance(error, RolloutError) and engine is None:
-            return error
-        text = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
-        return WeightSyncError(phase, text, rank, engine)
+        if isinstance(error, EngineError):
+            return WeightSyncError(phase, str(error), rank, error.engine)
+        return (
+            error
+            if isinstance(error, RolloutError)
+            else WeightSyncError(phase, f"{type(error).__name__}: {error}", rank)
+        )
 
     def _exchange(self, phase: str, mine: Outcome) -> list[Outcome]:
         if self.rank != 0:

@@ -14,7 +14,7 @@ from sglrollout.boxes import Box
 from sglrollout.concurrency import unwrapped
 from sglrollout.errors import EngineError, RolloutError, WeightSyncError
 from sglrollout.pool.pool import Member, Pool
-from sglrollout.pool.sleep import wake_members
+from sglrollout.pool.sleep import TAGS, wake_members
 from sglrollout.wire.messages import WeightReport, WeightSpec
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
@@ -71,7 +71,7 @@ class Leader:
         begun = time.perf_counter()
         if not any("weights" in member.asleep for member in self.members):
             return 0.0
-        await self._guarded("wake", wake_members(self.members, ["weights"], self._timeout_s))
+        await self._guarded("wake", wake_members(self.members, ["weights"], self._timeout_s, room_for=TAGS))
         return time.perf_counter() - begun
 
     async def wake_rest(self) -> float:
@@ -102,20 +102,22 @@ class Leader:
     async def end_portable(self) -> None:
         await self._all("transfer", lambda m: m.engine.command("end_portable"))
 
-    async def flush(self) -> float:
-        begun = time.perf_counter()
-        await self._all("flush", lambda m: m.engine.command("flush_cache", self._timeout_s))
-        return time.perf_counter() - begun
+    async def resume(self, version: int, flush: bool) -> tuple[float, float]:
+        """The end of a good sync: engines empty their prefix caches, run again under ``version``, and take work.
 
-    async def resume(self, version: int) -> float:
-        """The end of a good sync: engines run again, under ``version``, and take work."""
+        Returns:
+            the seconds that flushes took, and those of the rest.
+        """
         begun = time.perf_counter()
-        await self._all("resume", lambda m: m.engine.command("resume", self._timeout_s, version=version))
+        answers = await self._all(
+            "resume", lambda m: m.engine.command("resume", self._timeout_s, version=version, flush=flush)
+        )
         for member in self.members:
             member.stale = ""
         self.pool.weight_version = version
         self.pool.release(self.members)
-        return time.perf_counter() - begun
+        flush_s = max((rank["flush_s"] for answer in answers for rank in answer["ranks"]), default=0.0)
+        return flush_s, time.perf_counter() - begun - flush_s
 
     async def checksums(self, boxes: Sequence[Sequence[Box]]) -> dict[str, list[list[int]]]:
         """By engine and TP rank: sums of what was copied, cut by ``boxes`` (by weight, of who holds it)."""
@@ -138,7 +140,9 @@ class Leader:
         held = [member for member in self.members if member.held and member.serving]
         if held:
             version = self.pool.weight_version
-            await self._all("resume", lambda m: m.engine.command("resume", self._timeout_s, version=version), held)
+            await self._all(
+                "resume", lambda m: m.engine.command("resume", self._timeout_s, version=version, flush=False), held
+            )
             self.pool.release(held)
 
     async def _all(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ class Staging:
     def __init__(self, num_bytes: int, device: torch.device | None, shared: bool) -> None:
         self.fd: int | None = None
         if device is not None:
-            with _mappable_segments():
+            with _memory_of_its_own():
                 self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         elif shared:
             self.fd = os.memfd_create("sglrollout-staging", os.MFD_CLOEXEC)
@@ -54,8 +55,10 @@ def export(tensor: torch.Tensor) -> Region:
         RuntimeError: the driver cannot share this memory (expandable segments, a memory saver's).
     """
     storage = tensor.untyped_storage()
-    _, handle, size, offset, counter, counter_offset, event, wait = storage._share_cuda_()
-    return Region(storage.nbytes(), (handle, size, offset, counter, counter_offset, event, wait))
+    _, handle, size, offset, counter, counter_offset, event, _ = storage._share_cuda_()
+    device = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    # No event to wait for: trainer ranks synchronize their devices before engines read.
+    return Region(storage.nbytes(), device, (handle, size, offset, counter, counter_offset, event, False))
 
 
 @dataclass
@@ -77,13 +80,12 @@ class Exports:
         return any(read(i).data_ptr() != pointer for i, pointer in self.pointers.items())
 
 
-def export_weights(read: Callable[[int], Any], dtypes: Sequence[str], device: torch.device) -> Exports:
-    """What of this rank's weights can be mapped: on its device, contiguous, of the dtype that engines have."""
+def export_weights(read: Callable[[int], Any], num_weights: int, device: torch.device) -> Exports:
+    """What of this rank's weights can be mapped: what is on its device and contiguous, of whatever dtype."""
     exports, known = Exports(), dict[int, int]()
-    for i, dtype in enumerate(dtypes):
+    for i in range(num_weights):
         tensor = read(i)
-        fits = tensor.device == device and tensor.is_contiguous() and tensor.dtype == getattr(torch, dtype)
-        if not fits or not tensor.numel():
+        if tensor.device != device or not tensor.is_contiguous() or not tensor.numel():
             continue
         base = tensor.untyped_storage().data_ptr()
         if base not in known:
@@ -98,33 +100,31 @@ def export_weights(read: Callable[[int], Any], dtypes: Sequence[str], device: to
 
 
 @contextmanager
-def _mappable_segments() -> Iterator[None]:
-    """Allocate from memory of its own, outside of expandable segments, which CUDA IPC does not share."""
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    expandable = "expandable_segments:True" in settings
-    if not expandable:
-        yield
-        return
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+def _memory_of_its_own() -> Iterator[None]:
+    """Allocate from a pool that is given back to the device, and not in expandable segments: CUDA IPC cannot share
+    those."""
+    expandable = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+    if expandable:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
     try:
         with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
             yield
     finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        if expandable:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def copy_bytes_per_s(device: torch.device | None) -> float:
     """How fast this device copies its own memory: the floor of any load. Bytes written per second."""
     num_bytes, repeats = (256 << 20, 5) if device is not None else (32 << 20, 3)
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device or "cpu")
-    target = torch.empty_like(source)
+    with _memory_of_its_own() if device is not None else nullcontext():
+        source = torch.empty(num_bytes, dtype=torch.uint8, device=device or "cpu")
+        target = torch.empty_like(source)
     seconds = [_timed_copy(target, source, device) for _ in range(repeats)]
     return num_bytes / min(seconds)
 
 
 def _timed_copy(target: torch.Tensor, source: torch.Tensor, device: torch.device | None) -> float:
-    import time
-
     if device is None:
         begun = time.perf_counter()
         target.copy_(source)

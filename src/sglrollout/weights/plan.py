@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglrollout.boxes import Box
-from sglrollout.wire.link import Piece
+from sglrollout.wire.link import STAGING, Piece
 
 _ALIGNMENT_BYTES = 256
-STAGING = 0
-"""The region that all gathered buckets use, by turns of its slots."""
 
 
 @dataclass(frozen=True)

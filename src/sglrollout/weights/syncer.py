@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import anyio
 import msgspec
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Method: TypeAlias = Literal["auto", "fast", "portable"]
 
-BUCKET_BYTES = 256 << 20
+BUCKET_BYTES = 512 << 20
+"""Two processes take turns on a GPU, and a turn costs a fraction of a millisecond: smaller buckets were slower."""
 _MODES = ("abort", "retract", "in_place")
 
 
@@ -64,6 +65,15 @@ class _Facts:
     digest: str
     boxes: list[Box]
     engines: list[EngineFacts]
+
+
+class _Stopped(NamedTuple):
+    """How a rank is when engines have stopped."""
+
+    is_outdated: bool
+    version: int
+    pause_s: float
+    wake_s: float
 
 
 @dataclass
@@ -117,8 +127,8 @@ class WeightSyncer:
         source: of this rank's weights: :class:`ModuleSource`, :class:`FSDPSource` or :class:`TensorSource`.
         method: ``fast`` maps the trainer's memory into the engines and copies from there; ``portable`` sends SGLang's
             own flattened buckets; ``auto`` is ``fast`` for models that allow it.
-        bucket_bytes: gathered and loaded at a time; ``num_slots`` times that is the extra memory on each GPU. Weights
-            that are whole on a GPU which an engine shares take none.
+        bucket_bytes: gathered and loaded at a time; ``num_slots`` times that is the extra memory on each GPU, or less
+            for a smaller model. Weights that engines read where they are take none.
         num_slots: buckets under way at once, at least 2.
         timeout_s: for each phase of a sync. Whatever happens, every rank hears of it within about that time.
         allow_missing: patterns (``fnmatch``) of engine parameters that need not be written.
@@ -226,19 +236,26 @@ class WeightSyncer:
         return self._leader
 
     async def _sync(self, leader: Leader | None, mode: PauseMode, version: int | None, begun: float) -> SyncReport:
-        plan_s = 0.0
+        plan_s, moving = 0.0, [False]
         engines = leader.facts() if leader is not None else []
-        if await self._must_plan(engines):
-            planning = time.perf_counter()
-            await self._make_plan(leader, engines)
-            plan_s = time.perf_counter() - planning
-        assert self._plan is not None
-        moving = [False]
+        if self._plan is None:  # on every rank alike
+            plan_s = await self._make_plan(leader, engines)
         try:
-            seconds, version = await self._move(leader, self._plan, mode, version, moving)
+            stopped = await self._stop(leader, engines, mode)
+            latest = max(rank.version for rank in stopped)
+            if version is not None and version <= latest:
+                raise ConfigError("version", version, f"must be greater than {latest}, the last one")
+            version = latest + 1 if version is None else version
+            if any(rank.is_outdated for rank in stopped):
+                plan_s = await self._make_plan(leader, engines)
+            assert self._plan is not None
+            moving[0] = True
+            seconds = await self._move(leader, self._plan, mode, version)
         except BaseException as error:
             await self._after_failure(leader, error, moving[0])
             raise
+        seconds["pause_s"] = max(rank.pause_s for rank in stopped)
+        seconds["wake_s"] += max(rank.wake_s for rank in stopped)
         plan = self._plan
         return SyncReport(
             version=version,
@@ -255,41 +272,42 @@ class WeightSyncer:
             **seconds,
         )
 
-    async def _move(
-        self, leader: Leader | None, plan: _Plan, mode: PauseMode, version: int | None, moving: list[bool]
-    ) -> tuple[dict[str, float], int]:
-        """Pause, transfer, flush, resume; seconds of each, and the version."""
-        seconds: dict[str, float] = {}
+    async def _stop(self, leader: Leader | None, engines: list[EngineFacts], mode: PauseMode) -> list[_Stopped]:
+        """Pause engines; beside that, look whether the plan holds, and wait for the trainer's device."""
+        plan = self._plan
+        assert plan is not None
 
-        async def stop() -> tuple[int, float, float]:
-            if leader is None:
-                return 0, 0.0, 0.0
-            return leader.pool.weight_version, await leader.pause(mode), await leader.wake_weights()
+        async def stop() -> _Stopped:
+            outdated, times = [plan.engines != engines], [0.0, 0.0]
 
-        stopped = await self._phase("pause", stop)
-        latest = max(known for known, _, _ in stopped)
-        if version is not None and version <= latest:
-            raise ConfigError("version", version, f"must be greater than {latest}, the last one")
-        version = latest + 1 if version is None else version
-        seconds["pause_s"], seconds["wake_s"] = (max(values[i] for values in stopped) for i in (1, 2))
+            async def settle() -> None:
+                outdated.append(await self._worker.run(lambda: self._settle(plan)))
 
-        moving[0] = True
+            async def pause() -> None:
+                assert leader is not None
+                times[:] = await leader.pause(mode), await leader.wake_weights()
+
+            await _together([settle] if leader is None else [settle, pause])
+            return _Stopped(any(outdated), leader.pool.weight_version if leader is not None else 0, *times)
+
+        return await self._phase("pause", stop)
+
+    async def _move(self, leader: Leader | None, plan: _Plan, mode: PauseMode, version: int) -> dict[str, float]:
+        """Transfer, flush, resume; seconds of each."""
         transfer = self._move_fast if plan.method == "fast" else self._move_portable
         measured = await transfer(leader, plan)
-        for name in ("gather_s", "load_s", "transfer_s"):
-            seconds[name] = max(part[name] for part in measured)
+        seconds = {name: max(part[name] for part in measured) for name in ("gather_s", "load_s", "transfer_s")}
 
         async def finish() -> tuple[float, float, float]:
             if leader is None:
                 return 0.0, 0.0, 0.0
             woken = await leader.wake_rest()
-            flushed = await leader.flush() if mode != "in_place" else 0.0
-            return woken, flushed, await leader.resume(version)
+            return woken, *await leader.resume(version, flush=mode != "in_place")
 
         finished = await self._phase("resume", finish)
-        seconds["wake_s"] += max(woken for woken, _, _ in finished)
-        seconds["flush_s"], seconds["resume_s"] = (max(values[i] for values in finished) for i in (1, 2))
-        return seconds, version
+        for i, name in enumerate(("wake_s", "flush_s", "resume_s")):
+            seconds[name] = max(values[i] for values in finished)
+        return seconds
 
     async def _move_fast(self, leader: Leader | None, plan: _Plan) -> list[dict[str, float]]:
         async def move() -> dict[str, float]:
@@ -448,25 +466,26 @@ class WeightSyncer:
 
     # ------------------------------------------------------------ planning
 
-    async def _must_plan(self, engines: list[EngineFacts]) -> bool:
-        """Whether any rank needs a new plan."""
-
-        async def look() -> bool:
-            plan = self._plan
-            outdated = plan is None or plan.engines != engines
-            return await self._worker.run(lambda: self._settle(plan) or outdated)
-
-        return any(await self._phase("plan", look))
-
-    def _settle(self, plan: _Plan | None) -> bool:
+    def _settle(self, plan: _Plan) -> bool:
         """Wait for the optimizer's last step to be over on the device; whether the plan no longer holds."""
         if self._worker.device is not None:
             import torch
 
             torch.cuda.synchronize(self._worker.device)
-        return plan is None or self._source.changed() or plan.exports.has_moved(self._source.read())
+        return self._source.changed() or plan.exports.has_moved(self._source.read())
 
-    async def _make_plan(self, leader: Leader | None, engines: list[EngineFacts]) -> None:
+    async def _make_plan(self, leader: Leader | None, engines: list[EngineFacts]) -> float:
+        """Find out where every weight goes and how, and attach the engines. Returns the seconds that took."""
+        begun = time.perf_counter()
+        try:
+            await self._plan_anew(leader, engines)
+        except BaseException:  # on all ranks: no rank may keep a plan that another has not
+            with anyio.CancelScope(shield=True):
+                await self._worker.run(self._forget_plan)
+            raise
+        return time.perf_counter() - begun
+
+    async def _plan_anew(self, leader: Leader | None, engines: list[EngineFacts]) -> None:
         if leader is None and self._ranks.size == 1:
             raise ConfigError("rollout", None, "must be given: there is no other rank that could own engines")
         device = _current_device()
@@ -543,11 +562,7 @@ class WeightSyncer:
 
             await _together([accept, send])
 
-        try:
-            await self._phase("plan", attach)
-        except BaseException:
-            await self._worker.run(self._forget_plan)
-            raise
+        await self._phase("plan", attach)
 
     def _choose(self, reports: list[list[WeightReport]]) -> tuple[str, str]:
         """The method, and why it is portable if nobody asked for that.
@@ -577,7 +592,7 @@ class WeightSyncer:
 
         if method != "fast" or layout.device is None or not self._source.persistent:
             return Exports()
-        return export_weights(self._source.read(), layout.dtypes, layout.device)
+        return export_weights(self._source.read(), len(layout.weights), layout.device)
 
     def _build(
         self,

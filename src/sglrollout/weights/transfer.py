@@ -254,7 +254,8 @@ class Transfer:
         deadline = time.monotonic() + timeout_s
         buckets = [bucket.pieces(self._gatherer.start(k)) for k, bucket in enumerate(self._gatherer.buckets)]
         staging = self._gatherer.staging
-        offer = Offer([staging.region(), *self._regions], buckets, self._layout.dtypes)
+        own = [weight.spec.dtype for weight in self._layout.weights]
+        offer = Offer([staging.region(), *self._regions], buckets, self._layout.dtypes, own)
         fds = [staging.fd] if staging.fd is not None else None
         missing = set(self._consumers)
         while missing:

@@ -22,6 +22,10 @@ _MAX_FRAME_BYTES = 1 << 28
 _MAX_FDS = 16
 
 
+STAGING = 0
+"""The region that all gathered buckets use, by turns of its slots."""
+
+
 class Piece(msgspec.Struct, array_like=True, frozen=True):
     """Elements ``box`` of weight ``entry``, contiguous, at ``offset`` bytes of region ``region``."""
 
@@ -32,12 +36,16 @@ class Piece(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Region(msgspec.Struct, array_like=True, frozen=True):
-    """Memory of a trainer rank that an engine maps: ``cuda`` holds torch's IPC handle of it; on a CPU it is empty, and
-    a file descriptor comes with the message, in the order of the regions."""
+    """Memory of a trainer rank that an engine maps.
+
+    On a CPU ``cuda`` is empty, and a file descriptor comes with the message, in the order of the regions. On a GPU it
+    is torch's IPC handle of a storage: handle, bytes of the storage, its offset, reference counter's handle and offset,
+    event's handle, and whether to wait for that event. ``device`` is that GPU's UUID as torch writes it.
+    """
 
     num_bytes: int
+    device: str = ""
     cuda: tuple[bytes, int, int, bytes, int, bytes, bool] | None = None
-    """handle, storage bytes, storage offset, reference counter handle, its offset, event handle, whether to wait."""
 
 
 # ---------------------------------------------------------------- from the engine
@@ -74,11 +82,16 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Offer(msgspec.Struct, tag="offer"):
-    """What there is to map, and which buckets will come. ``dtypes`` are those of the entries on the way."""
+    """What there is to map, and which buckets will come.
+
+    Region 0 is a staging buffer, in which weights have the dtypes ``staged``. In all others they are as the trainer has
+    them, with the dtypes ``own``. Both are torch's names, by weight.
+    """
 
     regions: list[Region]
     buckets: list[list[Piece]]
-    dtypes: list[str]
+    staged: list[str]
+    own: list[str]
 
 
 class Filled(msgspec.Struct, tag="filled"):
