@@ -41,7 +41,7 @@ class Box(msgspec.Struct, array_like=True, frozen=True):
         return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
     def split(self, parts: int) -> list[Box]:
-        """``parts`` boxes along the first dimension, as even as they can be; the last ones may be empty."""
+        """``parts`` boxes along the first dimension, as long as the first; the last ones are shorter, or empty."""
         if parts == 1:
             return [self]
         step = -(-self.size[0] // parts)
@@ -83,7 +83,7 @@ def box_of_view(shape: Sequence[int], offset: int, size: Sequence[int], strides:
     for d, stride in enumerate(own):
         if size[d] > 1 and strides[d] != stride:
             return None
-        start.append(offset // stride if shape[d] else 0)
+        start.append(offset // stride if stride else 0)
         offset -= start[d] * stride
         if start[d] + size[d] > shape[d]:
             return None

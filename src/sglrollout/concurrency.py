@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 import anyio
 
@@ -15,6 +16,21 @@ async def in_parallel(calls: Iterable[Callable[[], Awaitable[object]]]) -> None:
                 tasks.start_soon(_await, call)
     except ExceptionGroup as group:
         raise unwrapped(group) from None
+
+
+async def to_the_end(calls: Iterable[Callable[[], Awaitable[object]]]) -> None:
+    """Run all calls at once, each to its end; then the first exception is raised, if there was one."""
+    failures: list[Exception] = []
+
+    async def guarded(call: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await call()
+        except Exception as error:
+            failures.append(error)
+
+    await in_parallel(partial(guarded, call) for call in calls)
+    if failures:
+        raise failures[0]
 
 
 async def _await(call: Callable[[], Awaitable[object]]) -> None:

@@ -357,7 +357,10 @@ class AsyncRolloutEngine:
             ConfigError: an unknown tag.
             LifecycleError: asleep already, busy, or engines without ``memory_saver``. Nothing was done.
         """
-        return await sleep(await self._ready_pool(), tuple(tags), drain_s, check_timeout(timeout_s))
+        if not isinstance(drain_s, (int, float)) or not 0 <= drain_s < _LONGEST_S:
+            raise ConfigError("drain_s", drain_s, "must be a number of seconds, at least 0")
+        tags = tags if isinstance(tags, str) else tuple(tags)
+        return await sleep(await self._ready_pool(), tags, drain_s, check_timeout(timeout_s))
 
     async def wake(self, tags: Sequence[str] | None = None, *, timeout_s: float = 60.0) -> None:
         """Take device memory again. After ``weights``, engines serve once a sync has filled them.

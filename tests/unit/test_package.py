@@ -61,6 +61,10 @@ SAMPLES: dict[type[errors.RolloutError], errors.RolloutError] = {
     errors.EngineError: errors.EngineError("engine-3", "something"),
     errors.EngineRequestError: errors.EngineRequestError("engine-3", "refused"),
     errors.EngineStartError: errors.EngineStartError("engine-3", "no such model", "last\nlines"),
+    errors.WeightSyncError: errors.WeightSyncError("transfer", "it broke", 3, "engine-1"),
+    errors.WeightNamesError: errors.WeightNamesError(["a"], ["b"], ["c"], ["d [3]"]),
+    errors.WeightMismatchError: errors.WeightMismatchError(["a (engine-0, TP rank 1)"]),
+    errors.DeviceMemoryError: errors.DeviceMemoryError("engine-0", {"kv_cache": 1 << 34}, 1 << 30, 1 << 37),
     errors.EngineDiedError: errors.EngineDiedError("engine-3", "out of memory", "last\nlines"),
 }
 
@@ -126,7 +130,7 @@ def test_importing_it_loads_nothing_heavy(module: str) -> None:
     assert loaded.stdout == ""
 
 
-HELPERS = {"concurrency", "version"}  # which import nothing of ours, and which all may import
+HELPERS = {"boxes", "checksum", "concurrency", "version"}  # which import nothing of ours, and which all may import
 PARTS = {"_engine_args": "config", "_files": "config", "_options": "config"}
 FACADE = {"rollout", "blocking", "__init__"}
 WORDS = {"the CPU support": "engine"}

@@ -136,6 +136,10 @@ class EngineHost:
         await self._engine.call_schedulers("attach", timeout_s + _GRACE_S, {**arguments, "timeout_s": timeout_s})
         return {}
 
+    async def _on_detach_weights(self, timeout_s: float) -> dict[str, Any]:
+        await self._engine.call_schedulers("detach", timeout_s)
+        return {}
+
     async def _on_load_weights(self, timeout_s: float) -> dict[str, Any]:
         return {"ranks": await self._engine.call_schedulers("load", timeout_s + _GRACE_S, {"timeout_s": timeout_s})}
 

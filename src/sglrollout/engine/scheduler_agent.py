@@ -129,7 +129,7 @@ class Agent:
 
     def describe(self, weights: list[Any], allow_missing: list[str]) -> WeightReport:
         """Find out where these weights would go; forget what was attached for others."""
-        self._detach()
+        self.detach()
         self._weights = msgspec.convert(weights, list[WeightSpec])
         self._allow_missing = allow_missing
         self._record()
@@ -155,9 +155,15 @@ class Agent:
         """Join the trainer rank that serves this TP rank and map its memory. ``links``: (path, token) by TP rank."""
         from sglrollout.engine.scheduler_loader import Loader
 
-        self._detach()
+        self.detach()
         path, token = links[self._tp_rank]
         self._loader = Loader(path, token, engine, self._tp_rank, self._recording, timeout_s)
+
+    def detach(self) -> None:
+        """Leave the trainer and give its memory back."""
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            loader.close()
 
     def load(self, timeout_s: float) -> dict[str, float]:
         """Take one sync's weights.
@@ -168,7 +174,7 @@ class Agent:
         if self._loader is None:
             raise StaleRecordingError("no trainer is attached to this engine")
         if self._addresses_now() != self._addresses:
-            self._detach()
+            self.detach()
             raise StaleRecordingError("the engine's parameters have moved since they were recorded")
         begun = time.perf_counter()
         measured: dict[str, float] = self._loader.load(timeout_s)
@@ -206,11 +212,6 @@ class Agent:
 
     def _addresses_now(self) -> tuple[int, ...]:
         return tuple(parameter.data_ptr() for parameter in self._runner.model.parameters())
-
-    def _detach(self) -> None:
-        loader, self._loader = self._loader, None
-        if loader is not None:
-            loader.close()
 
     # ------------------------------------------------------------ requests
 

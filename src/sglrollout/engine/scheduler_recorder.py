@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sglrollout.boxes import Box, box_of_view
 from sglrollout.wire.messages import WeightSpec
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _FILLS = {"fill_", "zero_"}
+_NO_DATA = ("meta tensor", "Meta tensor", "meta device", "incompatible tensor type")
 
 
 class Copy(NamedTuple):
@@ -33,10 +35,14 @@ class Copy(NamedTuple):
 
 
 class Fill(NamedTuple):
-    """``target``, a view of a parameter, is set to ``value``: the padding of a vocabulary, for instance."""
+    """``target``, a view of a parameter, is set to ``value``: the padding of a vocabulary, for instance.
+
+    ``num_before`` counts the copies that came before it.
+    """
 
     target: torch.Tensor
     value: float
+    num_before: int = 0
 
 
 class Recording(NamedTuple):
@@ -57,63 +63,64 @@ class Recording(NamedTuple):
 def record(model: Any, weights: list[WeightSpec], allow_missing: list[str]) -> Recording:
     """Dry-run ``model.load_weights``. The model is left as it was."""
     parameters = dict(model.named_parameters())
-    before = {name: parameter.data for name, parameter in parameters.items()}
-    noted = _noted(model, weights, parameters)
-    mismatched: list[str] = []
-    if noted.error is not None:
-        mismatched = _blame(model, weights, parameters)
-        if not mismatched:
-            noted.unsuited = noted.unsuited or f"its load_weights fails without data: {noted.error}"
-    unsuited = noted.unsuited or _unsuited(model)
-    if len({_storage(data) for data in before.values()}) < len(before):
+    with _kept(model) as kept:
+        noted = _noted(model, weights, parameters)
+        mismatched: list[str] = []
+        if noted.error:
+            mismatched = _blame(model, weights, parameters)
+            if not mismatched:
+                noted.unsuited = noted.unsuited or f"its load_weights does not run without data: {noted.error}"
+    unsuited = noted.unsuited or kept.changed or _unsuited(model)
+    if len({_storage(parameter.data) for parameter in parameters.values()}) < len(parameters):
         unsuited = unsuited or "parameters of it share memory"
-    for name, data in before.items():
-        if parameters[name].data.data_ptr() != data.data_ptr():
-            parameters[name].data = data
-            unsuited = unsuited or f"its load_weights replaces the memory of {name}"
-    landed = {copy.entry for copy in noted.copies}
-    unexpected = [weight.name for i, weight in enumerate(weights) if i not in landed and not weight.optional]
-    missing: list[str] = []
-    duplicates: list[str] = []
-    if not noted.error and not unsuited:
-        missing, duplicates, unsuited = _coverage(parameters, noted, weights)
+    unexpected, missing, duplicates = [], list[str](), list[str]()
+    if not noted.error:
+        unexpected = [w.name for i, w in enumerate(weights) if i not in noted.used and not w.optional]
+        if not unsuited:
+            missing, duplicates, unsuited = _coverage(parameters, noted, weights)
     missing = [name for name in missing if not any(fnmatch(name, pattern) for pattern in allow_missing)]
-    unknown = [] if noted.error else unexpected
-    return Recording(noted.copies, noted.fills, unknown, missing, duplicates, mismatched, unsuited)
+    return Recording(noted.copies, noted.fills, unexpected, missing, duplicates, mismatched, unsuited)
 
 
 class _Noting(TorchDispatchMode):  # type: ignore[misc]
-    """Notes copies from the weights and fills of parameters, and makes neither."""
+    """Notes copies from the weights and fills of parameters, and makes neither.
+
+    Attributes:
+        used: the weights that the loader copied from or computed with.
+        error: how the loader failed; empty when it did not.
+    """
 
     def __init__(self, sources: dict[int, int], shapes: list[tuple[int, ...]], own: set[int]) -> None:
         super().__init__()
         self.copies: list[Copy] = []
         self.fills: list[Fill] = []
-        self.unsuited = ""
-        self.error: Exception | None = None
+        self.used: set[int] = set()
+        self.unsuited = self.error = ""
         self._sources, self._shapes, self._own = sources, shapes, own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if name == "copy_" and args[1].is_meta and not args[0].is_meta:
             self._note_copy(args[0], args[1])
             return args[0]
         if name in _FILLS and _storage(args[0]) in self._own:
             if args[0].numel():
-                self.fills.append(Fill(args[0], 0.0 if name == "zero_" else float(args[1])))
+                self.fills.append(Fill(args[0], 0.0 if name == "zero_" else float(args[1]), len(self.copies)))
             return args[0]
-        if func._schema.is_mutable and any(
-            isinstance(arg, torch.Tensor) and _storage(arg) in self._own for arg in args
-        ):
-            self.unsuited = self.unsuited or f"its load_weights computes on parameters ({func._schema.name})"
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and any(_storage(tensor) in self._own for tensor in tensors):
+            raise _NotRecordableError(f"it computes on parameters ({func._schema.name})")
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.used |= {self._sources[_storage(t)] for t in tensors if _storage(t) in self._sources}
+        return out
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         entry = self._sources.get(_storage(source))
         if entry is None or _storage(target) not in self._own:
             self.unsuited = self.unsuited or "its load_weights computes new tensors from the weights"
             return
+        self.used.add(entry)
         if not target.numel():
             return
         box = box_of_view(self._shapes[entry], source.storage_offset(), source.shape, source.stride())
@@ -123,6 +130,45 @@ class _Noting(TorchDispatchMode):  # type: ignore[misc]
         self.copies.append(Copy(entry, box, target))
 
 
+class _NotRecordableError(Exception):
+    """The loader does what can only be done with data."""
+
+
+class _Kept:
+    """A model's parameters as they were, and what a dry run did to them (empty: nothing)."""
+
+    def __init__(self, model: Any) -> None:
+        self._owners = [
+            (module, name, parameter, parameter.data)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self.changed = ""
+
+    def restore(self) -> None:
+        for module, name, parameter, data in self._owners:
+            if module._parameters.get(name) is not parameter:
+                module._parameters[name] = parameter
+                self.changed = self.changed or f"its load_weights replaces the parameter {name}"
+            if _place(parameter.data) != _place(data):
+                parameter.data = data
+                self.changed = self.changed or f"its load_weights replaces the memory of {name}"
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+@contextmanager
+def _kept(model: Any) -> Iterator[_Kept]:
+    kept = _Kept(model)
+    try:
+        yield kept
+    finally:
+        kept.restore()
+
+
 def _noted(model: Any, weights: list[WeightSpec], parameters: dict[str, Any]) -> _Noting:
     sources: dict[int, int] = {}
     named: list[tuple[str, torch.Tensor]] = []
@@ -130,28 +176,26 @@ def _noted(model: Any, weights: list[WeightSpec], parameters: dict[str, Any]) ->
         probe = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype), device="meta")
         sources[_storage(probe)] = i
         named += [(name, probe) for name in (weight.name, *weight.aliases)]
-    own = {_storage(parameter.data) for parameter in parameters.values()}
+    own = {_storage(tensor) for tensor in [*(p.data for p in parameters.values()), *model.buffers()]}
     noting = _Noting(sources, [tuple(weight.shape) for weight in weights], own)
-    with _quietly(noting), noting:
-        model.load_weights(iter(named))
+    try:
+        with noting:
+            model.load_weights(iter(named))
+    except _NotRecordableError as error:
+        noting.unsuited, noting.error = str(error), str(error)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        noting.error = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno} of {where.filename})"
     return noting
 
 
-@contextmanager
-def _quietly(noting: _Noting) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        noting.error = type(error)(f"{error} ({where.name}, line {where.lineno} of {where.filename})".strip())
-
-
 def _blame(model: Any, weights: list[WeightSpec], parameters: dict[str, Any]) -> list[str]:
-    """The weights that fail by themselves, with why."""
+    """The weights that fail by themselves, with why; but not for having no data."""
     found = []
     for weight in weights:
         noting = _noted(model, [weight], parameters)
-        if noting.error is not None and "meta tensor" not in str(noting.error):
+        without_data = noting.unsuited or any(words in noting.error for words in _NO_DATA)
+        if noting.error and not without_data:
             found.append(f"{weight.name} {list(weight.shape)} ({noting.error})")
     return found
 
@@ -175,26 +219,46 @@ def _coverage(
     """Parameters that are not wholly written, those written twice, and why that cannot be told."""
     by_storage = {_storage(parameter.data): name for name, parameter in parameters.items()}
     written: dict[str, list[tuple[Box, int]]] = {name: [] for name in parameters}
-    targets = [(copy.target, copy.entry) for copy in noted.copies] + [(fill.target, -1) for fill in noted.fills]
-    for target, entry in targets:
-        name = by_storage[_storage(target)]
-        data = parameters[name].data
-        offset = target.storage_offset() - data.storage_offset()
-        box = box_of_view(data.shape, offset, target.shape, target.stride()) if data.is_contiguous() else None
+    filled: dict[str, list[Box]] = {name: [] for name in parameters}
+    for target, entry in [(c.target, c.entry) for c in noted.copies] + [(f.target, -1) for f in noted.fills]:
+        name = by_storage.get(_storage(target))
+        if name is None:
+            return [], [], "its load_weights writes buffers"
+        box = _box_in(parameters[name].data, target)
         if box is None:
             return [], [], f"its load_weights writes {name} in another layout"
-        if entry < 0 or all((box, entry) != seen for seen in written[name]):  # an alias lands where its weight did
+        if entry < 0:
+            filled[name].append(box)
+        elif (box, entry) not in written[name]:  # an alias lands where its weight did
             written[name].append((box, entry))
+    if any(fill.num_before and _is_overwritten(fill, noted.copies) for fill in noted.fills):
+        return [], [], "its load_weights fills what it has loaded"
     missing, duplicates = [], []
     for name, boxes in written.items():
-        num_written = sum(box.numel for box, _ in boxes)
         twice = _overlap(boxes)
         if twice is not None:
-            one, other = (weights[entry].name if entry >= 0 else "a constant" for entry in twice)
-            duplicates.append(f"{name} (from {one} and {other})")
-        elif num_written < parameters[name].numel():
+            duplicates.append(f"{name} (from {weights[twice[0]].name} and {weights[twice[1]].name})")
+            continue
+        alone = [fill for fill in filled[name] if not any(fill.intersect(box) for box, _ in boxes)]
+        if sum(box.numel for box in [*alone, *(box for box, _ in boxes)]) < parameters[name].numel():
             missing.append(name)
     return missing, duplicates, ""
+
+
+def _box_in(data: torch.Tensor, view: torch.Tensor) -> Box | None:
+    if not data.is_contiguous():
+        return None
+    return box_of_view(data.shape, view.storage_offset() - data.storage_offset(), view.shape, view.stride())
+
+
+def _is_overwritten(fill: Fill, copies: list[Copy]) -> bool:
+    """Whether a fill came over what a copy before it wrote."""
+    begin = fill.target.data_ptr()
+    end = begin + fill.target.nbytes
+    return any(
+        copy.target.data_ptr() < end and begin < copy.target.data_ptr() + copy.target.nbytes
+        for copy in copies[: fill.num_before]
+    )
 
 
 def _overlap(boxes: list[tuple[Box, int]]) -> tuple[int, int] | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 
-from sglrollout.concurrency import in_parallel
-from sglrollout.errors import ConfigError, DeviceMemoryError, LifecycleError
+from sglrollout.concurrency import to_the_end
+from sglrollout.errors import ConfigError, DeviceMemoryError, LifecycleError, NoEngineError
 from sglrollout.pool.pool import Member, Pool
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -55,6 +56,8 @@ async def sleep(pool: Pool, tags: Sequence[str], drain_s: float, timeout_s: floa
     begun = time.monotonic()
     members = pool.serving
     _check_tags(tags)
+    if not members:
+        raise NoEngineError("every engine of the pool is dead")
     _check_memory_saver(members)
     for member in members:
         twice = [tag for tag in tags if tag in member.asleep]
@@ -65,7 +68,7 @@ async def sleep(pool: Pool, tags: Sequence[str], drain_s: float, timeout_s: floa
         try:
             await _drain(pool, members, drain_s)
             freed: dict[str, dict[str, int]] = {member.name: {} for member in members}
-            await in_parallel(lambda m=m: _sleep_one(m, tags, freed[m.name], timeout_s) for m in members)  # type: ignore[misc]
+            await to_the_end(partial(_sleep_one, member, tags, freed[member.name], timeout_s) for member in members)
             memory = {member.name: await _memory(member, timeout_s) for member in members}
         finally:
             pool.release(members)
@@ -87,9 +90,10 @@ async def wake(pool: Pool, tags: Sequence[str] | None, timeout_s: float) -> None
     asleep = {tag for member in members for tag in member.asleep}
     if tags is None:
         tags = [tag for tag in TAGS if tag in asleep]
-    _check_tags(tags)
+    else:
+        _check_tags(tags)
     awake = [tag for tag in tags if tag not in asleep]
-    if awake or not tags:
+    if awake or not asleep:
         raise LifecycleError(f"{awake[0]} is not asleep" if awake else "nothing is asleep")
     with pool.exclusive("wake"):
         await wake_members(members, tags, timeout_s)
@@ -109,7 +113,7 @@ async def wake_members(
     """
     for member in members:
         await _check_free(member, [*tags, *(tag for tag in room_for if tag not in tags)], timeout_s)
-    await in_parallel(lambda m=m: _wake_one(m, tags) for m in members)  # type: ignore[misc]
+    await to_the_end(partial(_wake_one, member, tags) for member in members)
 
 
 async def _sleep_one(member: Member, tags: Sequence[str], freed: dict[str, int], timeout_s: float) -> None:
@@ -166,7 +170,7 @@ def _least_free(ranks: list[dict[str, int]]) -> int:
 
 def _check_tags(tags: Sequence[str]) -> None:
     wrong = [tag for tag in tags if tag not in TAGS]
-    if wrong or isinstance(tags, str):
+    if wrong or isinstance(tags, str) or not tags:
         raise ConfigError("tags", tags, f"must be a list of {', '.join(TAGS)}")
 
 

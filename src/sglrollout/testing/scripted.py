@@ -285,6 +285,8 @@ class ScriptedEngine:
         reason = self.fail_command(name) if self.fail_command is not None else None
         if reason is not None:
             raise EngineRequestError(self.name, f"{name} failed: {reason}")
+        if name not in _COMMANDS:
+            raise EngineRequestError(self.name, f"{name} failed: a scripted engine has no such command")
         return _COMMANDS[name](self, **arguments)
 
     def _flush_cache(self) -> dict[str, Any]:
@@ -406,6 +408,7 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "pause": ScriptedEngine._pause,
     "resume": ScriptedEngine._resume,
     "describe_weights": ScriptedEngine._describe_weights,
+    "detach_weights": ScriptedEngine._nothing,
     "begin_portable": ScriptedEngine._nothing,
     "load_portable": ScriptedEngine._nothing,
     "end_portable": ScriptedEngine._nothing,

@@ -1,4 +1,4 @@
 """Weights on their way from a trainer to engines: sources, plan, gathering, transports, the syncer, verification.
 
-May import pool, engine, wire, boxes, checksum, types, config and errors.
+May import pool, engine, wire, types, config and errors.
 """

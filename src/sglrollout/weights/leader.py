@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from sglrollout.wire.messages import WeightReport, WeightSpec
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 _MARGIN_S = 10.0
+_DETACH_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,13 @@ class Leader:
             "plan",
             lambda m: m.engine.command("attach_weights", self._timeout_s, links=links[m.name], engine=m.name),
         )
+
+    async def detach(self) -> None:
+        """Let engines give the trainer's memory back, those that still can."""
+        for member in self.members:
+            with contextlib.suppress(RolloutError):
+                if member.serving:
+                    await member.engine.command("detach_weights", _DETACH_S)
 
     async def wake_weights(self) -> float:
         """Wake what holds weights in engines that gave it up; the rest waits until they are loaded."""

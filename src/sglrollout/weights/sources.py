@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 from sglrollout.boxes import Box
@@ -55,6 +56,10 @@ class _Slot:
     def tensor(self) -> Any:
         return getattr(self.module, self.attribute)
 
+    def has_changed(self) -> bool:
+        tensor = self.tensor
+        return tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype
+
 
 class WeightSource(Protocol):
     """What the syncer needs of a trainer's weights. Every rank has one, with the same weights in the same order."""
@@ -92,6 +97,7 @@ class ModuleSource:
         self._module, self._rename, self._transform = module, rename, transform
         self._names: list[tuple[str, int]] = []
         self._slots: list[_Slot] = []
+        self._sent: list[str] = []
         self.persistent = transform is None
         self._refuse_what_this_does_not_take()
 
@@ -106,26 +112,28 @@ class ModuleSource:
         self._names = self._all_names()
         self._slots = self._find()
         if self._transform is not None:
-            return [_whole(name, tensor) for name, tensor in self._transformed()]
+            weights = [_whole(name, tensor) for name, tensor in self._transformed()]
+            self._sent = [weight.spec.name for weight in weights]
+            return weights
         return [self._weight(slot, slot.tensor) for slot in self._slots]
 
     def changed(self) -> bool:
         if self._names != self._all_names():
             return True
-        tensors = [slot.tensor for slot in self._slots]
-        return any((t.shape, t.dtype) != (slot.shape, slot.dtype) for t, slot in zip(tensors, self._slots, strict=True))
+        return any(slot.has_changed() for slot in self._slots)
 
     def read(self) -> Callable[[int], Any]:
         self._make_readable()
         if self._transform is not None:
-            return _in_order(self._transformed())
+            return _in_order(self._transformed(), self._sent)
         slots = self._slots
         return lambda i: self._local(slots[i].tensor)
 
     def _all_names(self) -> list[tuple[str, int]]:
         """Every name, with the place of the first one of the same parameter."""
         first: dict[int, int] = {}
-        named = self._module.named_parameters(remove_duplicate=False)
+        module = self._module
+        named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
         return [(name, first.setdefault(id(parameter), i)) for i, (name, parameter) in enumerate(named)]
 
     def _find(self) -> list[_Slot]:
@@ -136,9 +144,11 @@ class ModuleSource:
             buffers = module._buffers.keys() - module._non_persistent_buffers_set
             for attribute in [*module._parameters, *sorted(buffers)]:
                 tensor = getattr(module, attribute)
+                if tensor is None:
+                    continue
                 name = _unwrapped_name(f"{path}.{attribute}" if path else attribute)
                 renamed = self._rename(name) if self._rename is not None else name
-                if tensor is None or renamed is None:
+                if renamed is None:
                     continue
                 slot = _Slot(module, attribute, renamed, attribute in buffers, tensor.shape, tensor.dtype)
                 known = found.setdefault(self._identity(tensor), slot)
@@ -154,7 +164,7 @@ class ModuleSource:
         local = self._local(tensor)
         if not local.numel():
             return id(tensor)
-        return (local.device, local.data_ptr(), tuple(tensor.shape), local.dtype)
+        return (local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
 
     def _local(self, tensor: Any) -> Any:
         return tensor.detach()
@@ -272,6 +282,7 @@ class TensorSource:
             rule = "must be a mapping, a sequence of pairs, or a function that returns pairs: every sync reads it anew"
             raise ConfigError("tensors", type(tensors).__name__, rule)
         self._tensors = tensors
+        self._names: list[str] = []
 
     def _pairs(self) -> NamedTensors:
         tensors = self._tensors
@@ -280,29 +291,33 @@ class TensorSource:
         return iter(tensors() if callable(tensors) else tensors)
 
     def weights(self) -> list[Weight]:
-        return [_whole(name, tensor) for name, tensor in self._pairs()]
+        weights = [_whole(name, tensor) for name, tensor in self._pairs()]
+        self._names = [weight.spec.name for weight in weights]
+        return weights
 
     def changed(self) -> bool:
         """A function's tensors are known as they come; each is checked against the plan then."""
         return False
 
     def read(self) -> Callable[[int], Any]:
-        return _in_order(self._pairs())
+        return _in_order(self._pairs(), self._names)
 
 
-def _in_order(pairs: NamedTensors) -> Callable[[int], Any]:
-    """Reads pairs as they are asked for, keeping the last."""
+def _in_order(pairs: NamedTensors, names: Sequence[str]) -> Callable[[int], Any]:
+    """Reads pairs as they are asked for, keeping the last, and holds them against the planned names."""
     items = iter(pairs)
     position, current = -1, None
 
     def read(i: int) -> Any:
         nonlocal position, current
         while position < i:
-            item = next(items, None)
-            if item is None:
-                raise ConfigError("tensors", position + 1, "must be as many as when they were planned for")
-            current = _plain(item[1])
+            name, tensor = next(items, ("nothing", None))
             position += 1
+            if name != names[position]:
+                raise ConfigError("tensors", name, f"must come in the planned order: {names[position]!r} was to come")
+            current = _plain(tensor)
+            if position == len(names) - 1 and (more := next(items, None)) is not None:
+                raise ConfigError("tensors", more[0], "must not have more names than were planned for")
         return current
 
     return read

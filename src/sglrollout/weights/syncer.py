@@ -188,6 +188,8 @@ class WeightSyncer:
             return
         self._closed = True
         with anyio.CancelScope(shield=True):
+            if self._leader is not None and self._plan is not None and self._plan.method == "fast":
+                await self._leader.detach()
             await self._worker.run(self._forget_plan)
         self._worker.close()
         self._listener.close()
@@ -422,6 +424,9 @@ class WeightSyncer:
         if self._plan is None:
             raise LifecycleError("there is nothing to verify: sync first")
         begun, plan, leader = time.perf_counter(), self._plan, await self._lead()
+        asleep = [member.name for member in leader.members if member.asleep] if leader is not None else []
+        if asleep:
+            raise LifecycleError(f"{asleep[0]} is asleep: sync, which wakes it, and then verify")
         if leader is None:
             return await self._verify(None, plan, tolerance, begun)
         with leader.pool.exclusive("verify"):
@@ -472,7 +477,9 @@ class WeightSyncer:
             import torch
 
             torch.cuda.synchronize(self._worker.device)
-        return self._source.changed() or plan.exports.has_moved(self._source.read())
+        if self._source.changed():
+            return True
+        return bool(plan.exports.pointers) and plan.exports.has_moved(self._source.read())
 
     async def _make_plan(self, leader: Leader | None, engines: list[EngineFacts]) -> float:
         """Find out where every weight goes and how, and attach the engines. Returns the seconds that took."""

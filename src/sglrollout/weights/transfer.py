@@ -22,6 +22,7 @@ from sglrollout.weights.sources import Weight, WeightSource
 from sglrollout.wire.link import Failed, Filled, FromEngine, Joined, Link, Listener, Loaded, Mapped, Offer, Region
 
 _POLL_S = 20e-6
+_JOIN_S = 5.0
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 Read = Callable[[int], Any]
 
@@ -260,7 +261,7 @@ class Transfer:
         missing = set(self._consumers)
         while missing:
             link = listener.accept(_left(deadline))
-            consumer = _who_joined(link.receive(_left(deadline)), token)
+            consumer = _who_joined(link, token, min(_JOIN_S, _left(deadline)))
             if consumer not in missing:
                 link.close()
                 continue
@@ -387,8 +388,12 @@ class Clock:
             time.sleep(_POLL_S)
 
 
-def _who_joined(message: object, token: str) -> Consumer | None:
-    """The consumer, if it was told of this link."""
+def _who_joined(link: Link, token: str, timeout_s: float) -> Consumer | None:
+    """The consumer at the other end, if it was told of this link."""
+    try:
+        message = link.receive(timeout_s)
+    except (ChannelError, TimeoutError):
+        return None
     if not isinstance(message, Joined) or message.token != token:
         return None
     return Consumer(message.engine, message.tp_rank)

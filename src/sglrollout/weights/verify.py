@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import anyio
 
 from sglrollout.boxes import Box, narrowed
 from sglrollout.checksum import checksum
+from sglrollout.concurrency import in_parallel
 from sglrollout.engine.protocol import Request
 from sglrollout.errors import WeightSyncError
 from sglrollout.pool.pool import Member
@@ -71,14 +73,15 @@ async def canary(members: Sequence[Member], timeout_s: float, tolerance: float) 
             with anyio.fail_after(timeout_s):
                 while not request.ended:
                     await request.progress()
+        except TimeoutError:
+            message = f"the canary was not answered within {timeout_s:g} s"
+            raise WeightSyncError("verify", message, engine=members[i].name) from None
         finally:
             if not request.ended:
                 members[i].engine.abort(request)
         answers[i] = request
 
-    async with anyio.create_task_group() as tasks:
-        for i in range(len(members)):
-            tasks.start_soon(ask, i)
+    await in_parallel(partial(ask, i) for i in range(len(members)))
     first: Request = answers[0]
     for request in answers:
         if request.error is not None:

@@ -6,6 +6,7 @@ travels are small msgspec frames and, for memory shared on a CPU, file descripto
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -135,14 +136,20 @@ class Link:
             TimeoutError: none came in time.
             ChannelError: the other end is gone, or sent something else.
         """
-        return self.receive_with_fds(timeout_s)[0]
+        message, fds = self.receive_with_fds(timeout_s)
+        for fd in fds:  # nobody asked for them
+            os.close(fd)
+        return message
 
     def receive_with_fds(self, timeout_s: float) -> tuple[FromEngine | FromTrainer, list[int]]:
         """The next message, and the file descriptors that came with it, which are the caller's to close."""
         deadline = time.monotonic() + timeout_s
         fds: list[int] = []
         while (body := self._take_frame()) is None:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no whole message came on a weight link within {timeout_s:.3g} s")
+            self._socket.settimeout(left)
             try:
                 data, new, _, _ = socket.recv_fds(self._socket, 1 << 20, _MAX_FDS)
             except TimeoutError:

@@ -66,6 +66,7 @@ CommandName: TypeAlias = Literal[
     "resume",
     "describe_weights",
     "attach_weights",
+    "detach_weights",
     "load_weights",
     "begin_portable",
     "load_portable",
