@@ -92,15 +92,17 @@ class Leader:
         await self._guarded("wake", wake_members(self.members, rest, self._timeout_s))
         return time.perf_counter() - begun
 
-    async def pause(self, mode: PauseMode) -> float:
+    async def pause(self, mode: PauseMode, told: anyio.Event) -> float:
+        """Stop all engines. ``told`` is set once they were told."""
         begun = time.perf_counter()
         self.pool.hold(self.members)
-        await self._all("pause", lambda m: m.engine.command("pause", self._timeout_s, mode=mode))
+        await self._all("pause", lambda m: m.engine.command("pause", self._timeout_s, mode=mode), told=told)
         return time.perf_counter() - begun
 
-    async def load(self) -> None:
-        """Let engines take the buckets that trainer ranks hand them. Until it returns their weights are a mixture."""
-        await self._all("transfer", lambda m: m.engine.command("load_weights", self._timeout_s))
+    async def load(self, told: anyio.Event) -> None:
+        """Let engines take the buckets that trainer ranks hand them. Until it returns their weights are a mixture.
+        ``told`` is set once they were told."""
+        await self._all("transfer", lambda m: m.engine.command("load_weights", self._timeout_s), told=told)
 
     async def begin_portable(self) -> None:
         await self._all("transfer", lambda m: m.engine.command("begin_portable"))
@@ -155,19 +157,28 @@ class Leader:
             self.pool.release(held)
 
     async def _all(
-        self, phase: str, call: Callable[[Member], Awaitable[Any]], members: Sequence[Member] | None = None
+        self,
+        phase: str,
+        call: Callable[[Member], Awaitable[Any]],
+        members: Sequence[Member] | None = None,
+        told: anyio.Event | None = None,
     ) -> list[Any]:
-        """Call every engine at once; the answers, in their order."""
+        """Call every engine at once; the answers, in their order. ``told`` is set once all were called."""
         members = self.members if members is None else members
         answers: list[Any] = [None] * len(members)
 
         async def one(i: int) -> None:
             answers[i] = await call(members[i])
 
+        async def note() -> None:
+            if told is not None:
+                told.set()  # this task begins after those of the engines have
+
         async def every() -> None:
             async with anyio.create_task_group() as tasks:
                 for i in range(len(members)):
                     tasks.start_soon(one, i)
+                tasks.start_soon(note)
 
         await self._guarded(phase, every())
         return answers

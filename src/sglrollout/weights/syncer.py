@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
@@ -101,8 +102,9 @@ class _Plan:
     num_engines: int
     copy_bytes_per_s: float
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
+        """Of all weights, once, in the engines' dtypes."""
         import torch
 
         weights = zip(self.layout.weights, self.layout.dtypes, strict=True)
@@ -285,11 +287,11 @@ class WeightSyncer:
             async def settle() -> None:
                 outdated.append(await self._worker.run(lambda: self._settle(plan)))
 
-            async def pause() -> None:
+            async def pause(told: anyio.Event) -> None:
                 assert leader is not None
-                times[:] = await leader.pause(mode), await leader.wake_weights()
+                times[:] = await leader.pause(mode, told), await leader.wake_weights()
 
-            await _together([settle] if leader is None else [settle, pause])
+            await _beside(pause if leader is not None else None, settle)
             return _Stopped(any(outdated), leader.pool.weight_version if leader is not None else 0, *times)
 
         return await self._phase("pause", stop)
@@ -321,7 +323,7 @@ class WeightSyncer:
                     await self._worker.run(lambda: plan.transfer.run(self._timeout_s, self._worker.is_cancelled))  # type: ignore[union-attr]
                 )
 
-            await _together([hand_over, leader.load] if leader is not None else [hand_over])
+            await _beside(leader.load if leader is not None else None, hand_over)
             return {**results[0], "transfer_s": time.perf_counter() - begun}
 
         return await self._phase("transfer", move)
@@ -649,6 +651,26 @@ async def _together(calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
             tasks.start_soon(guarded, call)
     if failures:
         raise min(failures, key=lambda error: not isinstance(error, (WeightSyncError, EngineError)))
+
+
+async def _beside(tell: Callable[[anyio.Event], Awaitable[None]] | None, work: Callable[[], Awaitable[None]]) -> None:
+    """``work`` on this rank while engines do as they are told, after they were: Python does one thing at a time, and
+    engines should not wait for ours."""
+    told = anyio.Event()
+
+    async def work_then() -> None:
+        if tell is not None:
+            await told.wait()
+        await work()
+
+    async def tell_first() -> None:
+        try:
+            if tell is not None:
+                await tell(told)
+        finally:
+            told.set()
+
+    await _together([tell_first, work_then])
 
 
 def _compare(plan: _Plan, sums: list[Sums], theirs: dict[str, list[list[int]]]) -> None:
