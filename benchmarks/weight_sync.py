@@ -42,12 +42,16 @@ def work_of(args: argparse.Namespace, model_dir: str) -> Work:
 
 
 def engine_args(args: argparse.Namespace, model_dir: str) -> dict[str, Any]:
-    """With room on the device for a trainer, and for a second copy of its weights."""
-    return work_of(args, model_dir).engine_args() | ({"mem_fraction_static": 0.5} if args.device == "cuda" else {})
+    """With room on the device for a trainer and a second copy of its weights, and without graphs, which take a minute."""
+    given = work_of(args, model_dir).engine_args()
+    return given | ({"mem_fraction_static": 0.5, "disable_cuda_graph": True} if args.device == "cuda" else {})
 
 
 def rollout_options(args: argparse.Namespace, model_dir: str) -> dict[str, Any]:
-    return work_of(args, model_dir).rollout_options() | ({"mem_fraction": 0.5} if args.device == "cuda" else {})
+    given = work_of(args, model_dir).rollout_options()
+    if args.device == "cuda":
+        given |= {"mem_fraction": 0.5, "engine_args": {**given["engine_args"], "disable_cuda_graph": True}}
+    return given
 
 
 def say(row: str, seconds: list[float], **facts: Any) -> None:
@@ -260,6 +264,8 @@ async def measure_sleep(args: argparse.Namespace, rollout: Any, syncer: Any) -> 
             await rollout.wake([tag])
             by_tag[tag].append(time.perf_counter() - begun)
         await syncer.sync()
+        if args.verify:
+            await syncer.verify()
         report = await rollout.sleep()
         asleep.append(report.seconds)
         staged.append((await syncer.sync()).total_s)

@@ -6,7 +6,7 @@ async with sr.AsyncRolloutEngine(model="Qwen/Qwen2.5-1.5B") as rollout:
     groups = await rollout.generate(prompts, n=8, sampling=sr.Sampling(max_new_tokens=512))
 """
 
-from sglrollout.blocking import BlockingGroupStream, BlockingStream, RolloutEngine
+from sglrollout.blocking import BlockingGroupStream, BlockingStream, BlockingWeightSyncer, RolloutEngine
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.errors import (
     ChannelError,
@@ -42,6 +42,7 @@ __all__ = [
     "AsyncRolloutEngine",
     "BlockingGroupStream",
     "BlockingStream",
+    "BlockingWeightSyncer",
     "ChannelError",
     "Chunk",
     "Completion",

@@ -15,12 +15,16 @@ from anyio.from_thread import BlockingPortal
 
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.protocol import Engine
-from sglrollout.errors import LifecycleError
+from sglrollout.errors import ConfigError, LifecycleError
 from sglrollout.generation.batch import OnError
 from sglrollout.generation.stream import Stream
 from sglrollout.pool.sleep import TAGS, SleepReport
 from sglrollout.rollout import AsyncRolloutEngine, EngineStatus, config_of, refuse_fork
 from sglrollout.types import Chunk, Completion, Group, Prompt
+from sglrollout.weights.leader import PauseMode
+from sglrollout.weights.report import SyncReport, VerifyReport
+from sglrollout.weights.sources import WeightSource
+from sglrollout.weights.syncer import WeightSyncer
 
 T = TypeVar("T")
 Item = TypeVar("Item", covariant=True)
@@ -80,6 +84,48 @@ class BlockingStream(_Blocking[Chunk]):
 
 class BlockingGroupStream(_Blocking[Group]):
     """Groups of one call in the order in which they complete, by ``for``."""
+
+
+class BlockingWeightSyncer:
+    """:class:`WeightSyncer` without ``async``, for a :class:`RolloutEngine`.
+
+    Arguments, options and errors are those of :class:`WeightSyncer`; on ranks without engines ``rollout`` is ``None``.
+    """
+
+    def __init__(self, rollout: RolloutEngine | None, source: WeightSource, **options: Any) -> None:
+        if rollout is not None and not isinstance(rollout, RolloutEngine):
+            raise ConfigError("rollout", type(rollout).__name__, "must be a RolloutEngine, or None")
+        self._rollout = rollout
+        self._inner = WeightSyncer(rollout._rollout if rollout is not None else None, source, **options)
+
+    def sync(self, mode: PauseMode = "retract", version: int | None = None) -> SyncReport:
+        """Bring the trainer's weights of now into every engine."""
+        return self._call(self._inner.sync, mode, version)
+
+    def verify(self, *, tolerance: float = 0.05) -> VerifyReport:
+        """Compare every engine's parameters with the trainer's of now, bit for bit."""
+
+        async def call() -> VerifyReport:
+            return await self._inner.verify(tolerance=tolerance)
+
+        return self._call(call)
+
+    def close(self) -> None:
+        """Give back shared memory, links and the thread."""
+        self._call(self._inner.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        if self._rollout is not None:
+            return self._rollout._call(function, *args)
+        return anyio.run(function, *args)
 
 
 class RolloutEngine:

@@ -101,7 +101,7 @@ async def test_tensors_that_cannot_be_mapped_are_staged(rollout: sr.AsyncRollout
             assert await logprobs_agree(rollout, model)
         on_cpu = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
         async with sr.WeightSyncer(rollout, sr.TensorSource(on_cpu), bucket_bytes=1 << 16) as syncer:
-            assert (await syncer.sync()).num_buckets > 4
+            assert (await syncer.sync()).num_buckets >= 4
             await syncer.verify()
     finally:
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")

@@ -224,6 +224,41 @@ async def failing_shard(rollout: sr.AsyncRolloutEngine | None, path: Path) -> di
     return found
 
 
+async def two_owners(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    """Both ranks own engines, of the same name."""
+    other = None
+    if rollout is None:
+        other = rollout = await sr.AsyncRolloutEngine(path, device="cpu", dtype="float32").start()
+    found: dict[str, Any] = {"verified": []}
+    try:
+        methods: list[Literal["fast", "portable"]] = ["fast", "portable"]
+        for method in methods:
+            source = sr.FSDPSource(shard(trained(path, 3), "fsdp"))
+            async with sr.WeightSyncer(rollout, source, method=method, bucket_bytes=BUCKET_BYTES) as syncer:
+                assert (await syncer.sync()).num_engines == 2
+                found["verified"].append((await syncer.verify()).num_weights)
+    finally:
+        if other is not None:
+            await other.close()
+    return found
+
+
+async def busy(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    """The owner's rollout is in the middle of something else."""
+    syncer = sr.WeightSyncer(rollout, sr.ModuleSource(trained(path, 4)), timeout_s=10)
+    await syncer.sync()
+    begun = time.monotonic()
+    if rollout is None:
+        found = await failure(syncer.sync)
+    else:
+        with (await rollout._ready_pool()).exclusive("something else"):
+            found = await failure(syncer.sync)
+    found["seconds"] = time.monotonic() - begun
+    await syncer.sync()
+    await syncer.close()
+    return found
+
+
 async def lost_rank(rollout: sr.AsyncRolloutEngine | None, path: Path, how: signal.Signals) -> dict[str, Any]:
     """Rank 1 dies, or stops, between two syncs."""
     syncer = sr.WeightSyncer(rollout, sr.FSDPSource(shard(trained(path, 1), "fsdp")), timeout_s=8)
@@ -254,6 +289,8 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
     "other_weights": other_weights,
     "failing_rank": failing_rank,
     "failing_shard": failing_shard,
+    "two_owners": two_owners,
+    "busy": busy,
     "killed_rank": lambda rollout, path: lost_rank(rollout, path, signal.SIGKILL),
     "stopped_rank": lambda rollout, path: lost_rank(rollout, path, signal.SIGSTOP),
 }

@@ -158,12 +158,12 @@ class EngineHost:
     async def _on_checksum_weights(self, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         return {"ranks": await self._engine.call_schedulers("checksum", timeout_s, arguments)}
 
-    async def _on_sleep(self, tags: list[str]) -> dict[str, Any]:
-        await self._engine.sleep(tags)
+    async def _on_sleep(self, tags: list[str], timeout_s: float) -> dict[str, Any]:
+        await self._engine.sleep(tags, timeout_s)
         return {}
 
-    async def _on_wake(self, tags: list[str]) -> dict[str, Any]:
-        await self._engine.wake(tags)
+    async def _on_wake(self, tags: list[str], timeout_s: float) -> dict[str, Any]:
+        await self._engine.wake(tags, timeout_s)
         return {}
 
     async def _on_memory(self, timeout_s: float) -> dict[str, Any]:

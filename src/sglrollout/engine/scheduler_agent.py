@@ -136,7 +136,7 @@ class Agent:
         found = self._recording
         dtypes = [weight.dtype for weight in self._weights]
         copies: list[list[Any]] = [[] for _ in self._weights]
-        for copy in found.copies:
+        for copy in found.copies if not found.unsuited else ():
             dtypes[copy.entry] = str(copy.target.dtype).removeprefix("torch.")
             copies[copy.entry].append(copy.box)
         return WeightReport(

@@ -61,16 +61,20 @@ class Recording(NamedTuple):
 
 
 def record(model: Any, weights: list[WeightSpec], allow_missing: list[str]) -> Recording:
-    """Dry-run ``model.load_weights``. The model is left as it was."""
+    """Dry-run ``model.load_weights``. The model is left as it was.
+
+    Of one that keeps its weights in another form than it loads them in, only names that it does not know are told.
+    """
+    rewrites = _unsuited(model)
     parameters = dict(model.named_parameters())
     with _kept(model) as kept:
         noted = _noted(model, weights, parameters)
         mismatched: list[str] = []
-        if noted.error:
+        if noted.error and not rewrites:
             mismatched = _blame(model, weights, parameters)
             if not mismatched:
                 noted.unsuited = noted.unsuited or f"its load_weights does not run without data: {noted.error}"
-    unsuited = noted.unsuited or kept.changed or _unsuited(model)
+    unsuited = rewrites or noted.unsuited or kept.changed
     if len({_storage(parameter.data) for parameter in parameters.values()}) < len(parameters):
         unsuited = unsuited or "parameters of it share memory"
     unexpected, missing, duplicates = [], list[str](), list[str]()

@@ -397,17 +397,20 @@ class SGLangEngine:
 
             _check("end_weight_update", await self._manager.end_weight_update(EndWeightUpdateReqInput()))
 
-    async def sleep(self, tags: list[str]) -> None:
-        """Give the memory behind ``tags`` back to the device. Nothing may run."""
+    async def sleep(self, tags: list[str], timeout_s: float) -> None:
+        """Give the memory behind ``tags`` back to the device. What still runs ends first; it stays paused."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
+        await self.pause("abort", timeout_s)  # a scheduler that is not idle would end itself
+        request = ReleaseMemoryOccupationReqInput(tags=tags)
+        await asyncio.wait_for(self._manager.release_memory_occupation(request, None), timeout_s)
 
-    async def wake(self, tags: list[str]) -> None:
-        """Take the memory behind ``tags`` again. Weights come back as garbage."""
+    async def wake(self, tags: list[str], timeout_s: float) -> None:
+        """Take the memory behind ``tags`` again. Weights come back as garbage. It stays paused."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags), None)
+        request = ResumeMemoryOccupationReqInput(tags=tags)
+        await asyncio.wait_for(self._manager.resume_memory_occupation(request, None), timeout_s)
 
     async def call_schedulers(self, method: str, within_s: float, arguments: dict[str, Any] | None = None) -> list[Any]:
         """Run a method of the agent in every TP rank, between two steps.

@@ -107,6 +107,8 @@ class Pool:
         self._max_inflight = max_inflight
         self._busy = ""
         self.weight_version = 0
+        self.attached: object | None = None
+        """The weight syncer whose plan engines hold; they hold one at a time."""
 
     async def start(self, tasks: TaskGroup) -> None:
         """Start all engines in parallel; on the first failure end the others.

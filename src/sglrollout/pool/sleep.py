@@ -97,6 +97,11 @@ async def wake(pool: Pool, tags: Sequence[str] | None, timeout_s: float) -> None
         raise LifecycleError(f"{awake[0]} is not asleep" if awake else "nothing is asleep")
     with pool.exclusive("wake"):
         await wake_members(members, tags, timeout_s)
+        version = pool.weight_version
+        whole = [member for member in members if not member.asleep and not member.stale]
+        await to_the_end(
+            partial(member.engine.command, "resume", timeout_s, version=version, flush=False) for member in whole
+        )
         pool.changed()
 
 
@@ -113,22 +118,22 @@ async def wake_members(
     """
     for member in members:
         await _check_free(member, [*tags, *(tag for tag in room_for if tag not in tags)], timeout_s)
-    await to_the_end(partial(_wake_one, member, tags) for member in members)
+    await to_the_end(partial(_wake_one, member, tags, timeout_s) for member in members)
 
 
 async def _sleep_one(member: Member, tags: Sequence[str], freed: dict[str, int], timeout_s: float) -> None:
     free = _least_free(await _memory(member, timeout_s))
     for tag in (tag for tag in TAGS if tag in tags):
-        await member.engine.command("sleep", tags=[tag])
+        await member.engine.command("sleep", timeout_s, tags=[tag])
         free_now = _least_free(await _memory(member, timeout_s))
         freed[tag] = member.asleep[tag] = max(0, free_now - free)
         free = free_now
 
 
-async def _wake_one(member: Member, tags: Sequence[str]) -> None:
+async def _wake_one(member: Member, tags: Sequence[str], timeout_s: float) -> None:
     tags = [tag for tag in tags if tag in member.asleep]
     if tags:
-        await member.engine.command("wake", tags=tags)
+        await member.engine.command("wake", timeout_s, tags=tags)
     for tag in tags:
         del member.asleep[tag]
     if "weights" in tags and not (member.engine.info and member.engine.info.keeps_weights):

@@ -7,6 +7,7 @@ third of a millisecond where an all-gather of objects takes three.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -20,8 +21,8 @@ from typing import Any
 from sglrollout.errors import EngineError, RolloutError, WeightSyncError
 
 _LAST_WORDS_S = 5.0
-_GRACE_S = 5.0
-_LAST_WORDS_KEY = "sglrollout/failed-sync"
+_GRACE_S = 20.0  # more than engines have beyond the deadline, so that what they say is heard
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Outcome:
     """How a phase went on one rank: ``error`` is ``None`` when it went well."""
 
     rank: int
+    phase: str
     value: Any = None
     error: Exception | None = field(default=None)
 
@@ -49,6 +51,7 @@ class Ranks:
         self.size = dist.get_world_size() if self._several else 1
         self._group = dist.new_group(backend="gloo", timeout=self._timeout) if self._several else None
         self._broken: WeightSyncError | None = None
+        self._key = f"sglrollout/failed-sync/{next(_numbers)}"  # every rank makes its syncers in the same order
 
     def agree(self, phase: str, value: Any = None, error: Exception | None = None) -> list[Any]:
         """Tell how ``phase`` went here, and hear how it went everywhere.
@@ -60,7 +63,7 @@ class Ranks:
             WeightSyncError, or the error itself where it says enough: on every rank the same, if one had an error, is
                 gone, or did not come in time.
         """
-        mine = Outcome(self.rank, value, _portable(error))
+        mine = Outcome(self.rank, phase, value, _portable(error))
         if self._several:
             if self._broken is not None:
                 raise self._broken
@@ -74,6 +77,10 @@ class Ranks:
         for outcome in outcomes:
             if outcome.error is not None:
                 raise self._failure(phase, outcome)
+        odd = next((outcome for outcome in outcomes if outcome.phase != phase), None)
+        if odd is not None:
+            self._broken = WeightSyncError(phase, f"ranks are not in step: rank {odd.rank} is in {odd.phase}", odd.rank)
+            raise self._broken
         return [outcome.value for outcome in outcomes]
 
     def leave(self, phase: str) -> None:
@@ -110,7 +117,7 @@ class Ranks:
                 gone = "Timed out" not in str(error)
                 how = "is gone" if gone else f"did not come within {self._timeout.total_seconds():g} s"
                 failure = failure or WeightSyncError(phase, f"rank {rank} {how}", rank)
-                outcomes.append(Outcome(rank, error=failure))
+                outcomes.append(Outcome(rank, phase, error=failure))
         if failure is not None:
             self._leave_last_words(failure)
         for rank in range(1, self.size):
@@ -141,15 +148,15 @@ class Ranks:
     def _leave_last_words(self, failure: WeightSyncError) -> None:
         """A timeout closes every connection of a gloo group, so the others are told in another way."""
         with contextlib.suppress(Exception):
-            _store().set(_LAST_WORDS_KEY, json.dumps([failure.reason, failure.rank]))
+            _store().set(self._key, json.dumps([failure.reason, failure.rank]))
 
     def _last_words(self, error: RuntimeError) -> tuple[str, int | None]:
         """What rank 0 gave as its reason to go, and the rank at fault."""
         deadline = time.monotonic() + _LAST_WORDS_S
         with contextlib.suppress(Exception):
             while time.monotonic() < deadline:
-                if _store().check([_LAST_WORDS_KEY]):
-                    reason, rank = json.loads(_store().get(_LAST_WORDS_KEY))
+                if _store().check([self._key]):
+                    reason, rank = json.loads(_store().get(self._key))
                     return str(reason), rank
                 time.sleep(0.05)
         return f"rank 0 is gone, or another rank kept it waiting ({str(error).splitlines()[0][:200]})", 0

@@ -44,6 +44,8 @@ class Leader:
     def __init__(self, pool: Pool, timeout_s: float) -> None:
         self.pool, self._timeout_s = pool, timeout_s
         self.members: list[Member] = []
+        self.keys: dict[str, str] = {}
+        """What an engine is called among those of all ranks."""
         self.num_bytes = 0
 
     def facts(self) -> list[EngineFacts]:
@@ -65,15 +67,16 @@ class Leader:
         """Let every engine join the trainer ranks that serve its TP ranks: (path, token) by TP rank."""
         await self._all(
             "plan",
-            lambda m: m.engine.command("attach_weights", self._timeout_s, links=links[m.name], engine=m.name),
+            lambda m: m.engine.command(
+                "attach_weights", self._timeout_s, links=links[self.keys[m.name]], engine=self.keys[m.name]
+            ),
         )
 
     async def detach(self) -> None:
         """Let engines give the trainer's memory back, those that still can."""
-        for member in self.members:
-            with contextlib.suppress(RolloutError):
-                if member.serving:
-                    await member.engine.command("detach_weights", _DETACH_S)
+        serving = [member for member in self.members if member.serving]
+        with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
+            await self._all("plan", lambda m: m.engine.command("detach_weights", _DETACH_S), serving)
 
     async def wake_weights(self) -> float:
         """Wake what holds weights in engines that gave it up; the rest waits until they are loaded."""
@@ -108,7 +111,7 @@ class Leader:
         await self._all("transfer", lambda m: m.engine.command("begin_portable"))
 
     async def load_portable(self, payloads: dict[str, list[bytes]]) -> None:
-        await self._all("transfer", lambda m: m.engine.command("load_portable", payloads=payloads[m.name]))
+        await self._all("transfer", lambda m: m.engine.command("load_portable", payloads=payloads[self.keys[m.name]]))
 
     async def end_portable(self) -> None:
         await self._all("transfer", lambda m: m.engine.command("end_portable"))

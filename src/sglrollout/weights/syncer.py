@@ -8,6 +8,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -160,6 +161,9 @@ class WeightSyncer:
             raise ConfigError("timeout_s", timeout_s, "must be a number of seconds greater than 0")
         if not hasattr(source, "weights"):
             raise ConfigError("source", source, "must be a ModuleSource, FSDPSource or TensorSource")
+        if rollout is not None and not hasattr(rollout, "_ready_pool"):
+            rule = "must be an AsyncRolloutEngine, or None (for a RolloutEngine, use BlockingWeightSyncer)"
+            raise ConfigError("rollout", type(rollout).__name__, rule)
         if isinstance(allow_missing, str):
             raise ConfigError("allow_missing", allow_missing, "must be a list of patterns")
         self._rollout, self._source, self._method = rollout, source, method
@@ -190,7 +194,8 @@ class WeightSyncer:
             return
         self._closed = True
         with anyio.CancelScope(shield=True):
-            if self._leader is not None and self._plan is not None and self._plan.method == "fast":
+            if self._leader is not None and self._leader.pool.attached is self:
+                self._leader.pool.attached = None
                 await self._leader.detach()
             await self._worker.run(self._forget_plan)
         self._worker.close()
@@ -225,19 +230,37 @@ class WeightSyncer:
         if self._closed:
             raise LifecycleError("this weight syncer is closed")
         begun = time.perf_counter()
-        leader = await self._lead()
-        if leader is None:
-            return await self._sync(None, mode, version, begun)
-        with leader.pool.exclusive("a weight sync"):
+        leader, scope = await self._enter("pause", "a weight sync")
+        with scope:
             return await self._sync(leader, mode, version, begun)
 
-    async def _lead(self) -> Leader | None:
-        if self._rollout is None:
-            return None
-        pool = await self._rollout._ready_pool()
-        if self._leader is None or self._leader.pool is not pool:
-            self._leader = Leader(pool, self._timeout_s)
-        return self._leader
+    async def _enter(self, phase: str, what: str) -> tuple[Leader | None, ExitStack]:
+        """This rank's engines, for itself alone while the scope lasts. If they cannot be had, all ranks hear of it."""
+        failure: Exception | None = None
+        leader, scope = None, ExitStack()
+        try:
+            if self._rollout is not None:
+                pool = await self._rollout._ready_pool()
+                if self._leader is None or self._leader.pool is not pool:
+                    self._leader = Leader(pool, self._timeout_s)
+                leader = self._leader
+                scope.enter_context(pool.exclusive(what))
+                asleep = [member.name for member in pool.members if member.asleep]
+                if what == "verify" and asleep:
+                    raise LifecycleError(f"{asleep[0]} is asleep: sync, which wakes it, and then verify")
+                if what == "verify" and not self._is_attached(leader):
+                    raise LifecycleError("another weight syncer has sent its weights since: sync again, then verify")
+        except Exception as error:
+            failure = error
+
+        async def refuse() -> None:
+            assert failure is not None
+            raise failure
+
+        if failure is not None:
+            scope.close()
+            await self._phase(phase, refuse)
+        return leader, scope
 
     async def _sync(self, leader: Leader | None, mode: PauseMode, version: int | None, begun: float) -> SyncReport:
         plan_s, moving = 0.0, [False]
@@ -282,7 +305,7 @@ class WeightSyncer:
         assert plan is not None
 
         async def stop() -> _Stopped:
-            outdated, times = [plan.engines != engines], [0.0, 0.0]
+            outdated, times = [plan.engines != engines, not self._is_attached(leader)], [0.0, 0.0]
 
             async def settle() -> None:
                 outdated.append(await self._worker.run(lambda: self._settle(plan)))
@@ -379,9 +402,13 @@ class WeightSyncer:
         Clock(self._timeout_s, self._worker.is_cancelled).wait(is_done, what)
 
     async def _after_failure(self, leader: Leader | None, error: BaseException, moving: bool) -> None:
-        """Leave every engine in a state that tells the truth. The next sync plans anew."""
+        """Leave every engine in a state that tells the truth.
+
+        If weights were moving, the next sync plans anew: on every rank alike, as all are told of the failure.
+        """
         with anyio.CancelScope(shield=True):
-            await self._worker.run(self._forget_plan)
+            if moving:
+                await self._worker.run(self._forget_plan)
             if leader is None:
                 return
             if moving:
@@ -425,13 +452,9 @@ class WeightSyncer:
         """
         if self._plan is None:
             raise LifecycleError("there is nothing to verify: sync first")
-        begun, plan, leader = time.perf_counter(), self._plan, await self._lead()
-        asleep = [member.name for member in leader.members if member.asleep] if leader is not None else []
-        if asleep:
-            raise LifecycleError(f"{asleep[0]} is asleep: sync, which wakes it, and then verify")
-        if leader is None:
-            return await self._verify(None, plan, tolerance, begun)
-        with leader.pool.exclusive("verify"):
+        begun, plan = time.perf_counter(), self._plan
+        leader, scope = await self._enter("verify", "verify")
+        with scope:
             return await self._verify(leader, plan, tolerance, begun)
 
     async def _verify(self, leader: Leader | None, plan: _Plan, tolerance: float, begun: float) -> VerifyReport:
@@ -521,6 +544,10 @@ class WeightSyncer:
         if odd is not None:
             raise WeightSyncError("plan", "it has other weights, by name, shape or dtype, than rank 0", odd)
         consumers = _consumers(facts)
+        if leader is not None:
+            leader.keys = {engine.name: _key(facts, self._ranks.rank, engine.name) for engine in engines}
+        if not any(engine.devices for fact in facts for engine in fact.engines):
+            device = None  # engines are on the CPU, wherever the trainer is
 
         async def describe() -> list[WeightReport]:
             if leader is None:
@@ -538,7 +565,7 @@ class WeightSyncer:
         exports = await self._phase("plan", share)
 
         async def look_for_direct() -> list[bool]:
-            return _reachable(weights, facts, exports, self._ranks.rank)
+            return _reachable(weights, facts, exports, self._ranks.rank, _unreachable(device))
 
         direct = [
             i for i, every in enumerate(zip(*await self._phase("plan", look_for_direct), strict=True)) if all(every)
@@ -567,11 +594,17 @@ class WeightSyncer:
 
             async def send() -> None:
                 if leader is not None:
-                    await leader.attach(_links(engines, facts, consumers))
+                    await leader.attach(_links(facts, self._ranks.rank, consumers))
 
             await _together([accept, send])
 
         await self._phase("plan", attach)
+        if leader is not None:
+            leader.pool.attached = self
+
+    def _is_attached(self, leader: Leader | None) -> bool:
+        """Whether engines hold this syncer's plan; another one may have come between."""
+        return leader is None or leader.pool.attached is self
 
     def _choose(self, reports: list[list[WeightReport]]) -> tuple[str, str]:
         """The method, and why it is portable if nobody asked for that.
@@ -722,8 +755,14 @@ def _consumers(facts: list[_Facts]) -> list[list[tuple[str, int]]]:
     for owner, fact in enumerate(facts):
         for engine in fact.engines:
             for tp_rank in range(engine.tp_size):
-                served[_partner(facts, owner, engine, tp_rank)].append((engine.name, tp_rank))
+                served[_partner(facts, owner, engine, tp_rank)].append((_key(facts, owner, engine.name), tp_rank))
     return served
+
+
+def _key(facts: list[_Facts], owner: int, name: str) -> str:
+    """An engine's name, told from those of other ranks' rollouts where there are some."""
+    several = sum(1 for fact in facts if fact.engines) > 1
+    return f"{name} of rank {owner}" if several else name
 
 
 def _partner(facts: list[_Facts], owner: int, engine: EngineFacts, tp_rank: int) -> int:
@@ -738,29 +777,34 @@ def _partner(facts: list[_Facts], owner: int, engine: EngineFacts, tp_rank: int)
     raise WeightSyncError("plan", message, engine=engine.name)
 
 
-def _reachable(weights: list[Weight], facts: list[_Facts], exports: list[Exports], rank: int) -> list[bool]:
-    """By weight, whether engines of this rank's machine can read all of it where it is."""
+def _reachable(
+    weights: list[Weight], facts: list[_Facts], exports: list[Exports], rank: int, unreachable: set[str]
+) -> list[bool]:
+    """By weight, whether engines of this rank's machine can read all of it where it is.
+
+    Args:
+        unreachable: UUIDs of devices whose memory this rank's device cannot read.
+    """
     here = facts[rank].machine
 
     def is_near(i: int, other: int) -> bool:
-        empty = not facts[other].boxes[i].numel
-        return facts[other].machine == here and (empty or i in exports[other].addresses)
+        if not facts[other].boxes[i].numel:
+            return facts[other].machine == here
+        near = facts[other].machine == here and facts[other].device not in unreachable
+        return near and i in exports[other].addresses
 
     return [all(is_near(i, other) for other in weight.ranks or (rank,)) for i, weight in enumerate(weights)]
 
 
-def _links(
-    engines: list[EngineFacts], facts: list[_Facts], consumers: list[list[tuple[str, int]]]
-) -> dict[str, list[tuple[str, str]]]:
-    """By engine, which socket each of its TP ranks joins, and with which token."""
-    rank_of = {consumer: rank for rank, served in enumerate(consumers) for consumer in served}
-    return {
-        engine.name: [
-            (facts[rank_of[engine.name, tp_rank]].path, facts[rank_of[engine.name, tp_rank]].token)
-            for tp_rank in range(engine.tp_size)
-        ]
-        for engine in engines
-    }
+def _links(facts: list[_Facts], rank: int, consumers: list[list[tuple[str, int]]]) -> dict[str, list[tuple[str, str]]]:
+    """For this rank's engines, by key: which socket each of its TP ranks joins, and with which token."""
+    rank_of = {consumer: partner for partner, served in enumerate(consumers) for consumer in served}
+    links: dict[str, list[tuple[str, str]]] = {}
+    for engine in facts[rank].engines:
+        key = _key(facts, rank, engine.name)
+        partners = [facts[rank_of[key, tp_rank]] for tp_rank in range(engine.tp_size)]
+        links[key] = [(partner.path, partner.token) for partner in partners]
+    return links
 
 
 def _layout(
@@ -791,6 +835,16 @@ def _current_device() -> Any:
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _unreachable(device: Any) -> set[str]:
+    """UUIDs of this machine's devices whose memory ``device`` cannot read, as far as they are visible here."""
+    if device is None:
+        return set()
+    import torch
+
+    others = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != device.index]
+    return {_uuid(other) for other in others if not torch.cuda.can_device_access_peer(device, other)}
 
 
 def _uuid(device: Any) -> str:
