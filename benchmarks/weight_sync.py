@@ -42,7 +42,7 @@ def work_of(args: argparse.Namespace, model_dir: str) -> Work:
 
 
 def engine_args(args: argparse.Namespace, model_dir: str) -> dict[str, Any]:
-    """With room on the device for a trainer and a second copy of its weights, and without graphs, which take a minute."""
+    """With room on the device for a trainer and a second copy of its weights; without graphs, which take a minute."""
     given = work_of(args, model_dir).engine_args()
     return given | ({"mem_fraction_static": 0.5, "disable_cuda_graph": True} if args.device == "cuda" else {})
 

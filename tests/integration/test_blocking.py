@@ -60,3 +60,16 @@ def test_leaving_a_loop_aborts_and_a_deadline_raises(blocking: sr.RolloutEngine)
 def test_as_completed_gives_every_group_once(blocking: sr.RolloutEngine) -> None:
     groups = blocking.as_completed((f"p {i}" for i in range(6)), n=2, sampling=GREEDY)
     assert sorted(group.index for group in groups) == list(range(6))
+
+
+def test_a_blocking_syncer_brings_weights_and_versions(blocking: sr.RolloutEngine, tiny_model: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = {name: tensor * 1.1 for name, tensor in load_file(tiny_model / "model.safetensors").items()}
+    before = tokens(blocking.generate(["The sky is"], sampling=GREEDY))
+    with sr.BlockingWeightSyncer(blocking, sr.TensorSource(weights)) as syncer:
+        assert syncer.sync().version == 1 == blocking.weight_version
+        assert syncer.verify().num_weights == len(weights)
+        (group,) = blocking.generate(["The sky is"], sampling=GREEDY)
+        assert tokens([group]) != before
+        assert group.completions[0].weight_versions == ((1, 0, len(group.completions[0].token_ids)),)

@@ -479,6 +479,56 @@ async def test_engines_on_a_cpu_say_that_they_cannot_sleep(rollout: sr.AsyncRoll
     assert [engine.state for engine in rollout.engines] == ["ready", "ready"]
 
 
+async def test_an_engine_that_is_told_to_sleep_ends_what_runs_first_and_serves_again(
+    rollout: sr.AsyncRolloutEngine, tiny_model: Path, steps: int
+) -> None:
+    """On a CPU nothing is given back, but SGLang's scheduler goes the same way, and dies if something still runs."""
+    engine = (await rollout._ready_pool()).members[0].engine
+    generating, stream = await start_long(rollout)
+    for tags in (["kv_cache"], ["weights"]):
+        await engine.command("sleep", 20, tags=tags)
+    await engine.command("wake", 20, tags=["weights", "kv_cache"])
+    await engine.command("resume", 20, version=rollout.weight_version, flush=False)
+    assert [status.state for status in rollout.engines] == ["ready", "ready"]
+    await stream.aclose()
+    reasons = {completion.finish_reason for group in await generating for completion in group.completions}
+    assert reasons <= {"abort", "length"}
+    model = trained(tiny_model, steps)
+    async with sr.WeightSyncer(rollout, sr.ModuleSource(model), bucket_bytes=BUCKET_BYTES) as syncer:
+        await syncer.sync()
+        assert await answers_like(rollout, model)
+
+
+async def test_an_engine_that_lost_its_plan_is_planned_for_anew(
+    rollout: sr.AsyncRolloutEngine, tiny_model: Path, steps: int
+) -> None:
+    model = trained(tiny_model, steps)
+    async with sr.WeightSyncer(rollout, sr.ModuleSource(model), bucket_bytes=BUCKET_BYTES) as syncer:
+        await syncer.sync()
+        await (await rollout._ready_pool()).members[1].engine.command("detach_weights", 5)
+        assert (await syncer.sync()).plan_s > 0
+        await syncer.verify()
+        assert (await syncer.sync()).plan_s == 0
+
+
+async def test_two_syncers_of_one_rollout_take_turns(
+    rollout: sr.AsyncRolloutEngine, tiny_model: Path, steps: int
+) -> None:
+    one, other = trained(tiny_model, steps), trained(tiny_model, steps + 1000)
+    async with sr.WeightSyncer(rollout, sr.ModuleSource(one), bucket_bytes=BUCKET_BYTES) as first:
+        async with sr.WeightSyncer(rollout, sr.ModuleSource(other), bucket_bytes=BUCKET_BYTES) as second:
+            await first.sync()
+            await second.sync()
+            with pytest.raises(sr.LifecycleError, match="another weight syncer"):
+                await first.verify()
+            assert await answers_like(rollout, other)
+            await first.sync()
+            await first.verify()
+            assert await answers_like(rollout, one)
+        await first.sync()  # the other one's end has not taken it away
+        await first.verify()
+
+
 async def test_tp_ranks_each_take_their_part_of_untied_weights(tmp_path: Path, steps: int) -> None:
     path = testing.tiny_model(tmp_path / "untied", tie=False, vocab_size=515)
     model = trained(path, steps)

@@ -123,8 +123,7 @@ class EngineHost:
         return {}
 
     async def _on_pause(self, mode: str, timeout_s: float) -> dict[str, Any]:
-        await self._engine.pause(mode, timeout_s)
-        return {}
+        return {"attached": await self._engine.pause(mode, timeout_s)}
 
     async def _on_resume(self, version: int, flush: bool, timeout_s: float) -> dict[str, Any]:
         return {"ranks": await self._engine.resume(version, flush, timeout_s)}

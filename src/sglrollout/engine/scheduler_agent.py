@@ -79,11 +79,16 @@ class Agent:
 
     # ------------------------------------------------------------ between syncs
 
-    def pause(self, mode: str) -> None:
-        """Stop taking steps: ``retract`` gives the KV cache of running requests back, ``in_place`` keeps it."""
+    def pause(self, mode: str) -> bool:
+        """Stop taking steps: ``retract`` gives the KV cache of running requests back, ``in_place`` keeps it.
+
+        Returns:
+            whether a trainer is attached, and parameters are where they were when it was.
+        """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+        return self._loader is not None and self._addresses_now() == self._addresses
 
     def resume(self, version: int, flush: bool) -> dict[str, float]:
         """Take steps again, after a flush if that is wanted. Tokens sampled from here on are of ``version``.

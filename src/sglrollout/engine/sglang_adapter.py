@@ -329,13 +329,16 @@ class SGLangEngine:
         if not flushed:
             raise EngineRequestError("engine", f"SGLang did not flush its cache: {message or 'requests are running'}")
 
-    async def pause(self, mode: str, timeout_s: float) -> None:
+    async def pause(self, mode: str, timeout_s: float) -> bool:
         """Stop generating. What is submitted from here on waits.
 
         Args:
             mode: ``abort`` ends what runs, with its tokens so far; ``retract`` frees its KV cache and lets it begin
                 again from its tokens; ``in_place`` keeps it, KV cache and all.
             timeout_s: for ``abort``: how long ends may take.
+
+        Returns:
+            whether a trainer is attached to every TP rank, and parameters are where they were when it was.
 
         Raises:
             TimeoutError: requests did not end in time, or the scheduler did not answer.
@@ -346,7 +349,7 @@ class SGLangEngine:
         if mode == "abort":
             await asyncio.wait_for(self._abort_all(), timeout_s)
             mode = "retract"  # of nothing: so that the scheduler, too, takes no step
-        await self.call_schedulers("pause", timeout_s, {"mode": mode})
+        return all(await self.call_schedulers("pause", timeout_s, {"mode": mode}))
 
     async def _abort_all(self) -> None:
         for request_id in list(self._tasks):

@@ -301,7 +301,7 @@ class ScriptedEngine:
                 self._send(answer)
             self.abort(request)
             request.end(Finish("abort", message="aborted by a weight sync"))
-        return {}
+        return {"attached": False}
 
     def _resume(self, version: int, flush: bool) -> dict[str, Any]:
         self.weight_version, self._paused = version, False

@@ -95,12 +95,16 @@ class Leader:
         await self._guarded("wake", wake_members(self.members, rest, self._timeout_s))
         return time.perf_counter() - begun
 
-    async def pause(self, mode: PauseMode, told: anyio.Event) -> float:
-        """Stop all engines. ``told`` is set once they were told."""
+    async def pause(self, mode: PauseMode, told: anyio.Event) -> tuple[float, bool]:
+        """Stop all engines. ``told`` is set once they were told.
+
+        Returns:
+            the seconds that took, and whether all still hold the plan that was made for them.
+        """
         begun = time.perf_counter()
         self.pool.hold(self.members)
-        await self._all("pause", lambda m: m.engine.command("pause", self._timeout_s, mode=mode), told=told)
-        return time.perf_counter() - begun
+        answers = await self._all("pause", lambda m: m.engine.command("pause", self._timeout_s, mode=mode), told=told)
+        return time.perf_counter() - begun, all(answer["attached"] for answer in answers)
 
     async def load(self, told: anyio.Event) -> None:
         """Let engines take the buckets that trainer ranks hand them. Until it returns their weights are a mixture.

@@ -47,6 +47,8 @@ Method: TypeAlias = Literal["auto", "fast", "portable"]
 
 BUCKET_BYTES = 512 << 20
 """Two processes take turns on a GPU, and a turn costs a fraction of a millisecond: smaller buckets were slower."""
+_COLD_S = 300.0
+"""For an engine's first answer, for which it may have to compile kernels."""
 _MODES = ("abort", "retract", "in_place")
 
 
@@ -312,7 +314,9 @@ class WeightSyncer:
 
             async def pause(told: anyio.Event) -> None:
                 assert leader is not None
-                times[:] = await leader.pause(mode, told), await leader.wake_weights()
+                times[0], attached = await leader.pause(mode, told)
+                outdated.append(plan.method == "fast" and not attached)
+                times[1] = await leader.wake_weights()
 
             await _beside(pause if leader is not None else None, settle)
             return _Stopped(any(outdated), leader.pool.weight_version if leader is not None else 0, *times)
@@ -478,7 +482,7 @@ class WeightSyncer:
                 _compare(plan, sums, theirs)
             return (
                 leader.pool.weight_version,
-                *await canary(leader.members, self._timeout_s, tolerance),
+                *await canary(leader.members, max(self._timeout_s, _COLD_S), tolerance),
                 leader.num_bytes,
             )
 
