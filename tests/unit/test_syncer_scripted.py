@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(30)
 CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False)
 PROMPT = [1, 2, 3]
 SHORT = sr.Sampling(max_new_tokens=4, ignore_eos=True)
-LONG = sr.Sampling(max_new_tokens=3000, ignore_eos=True)
+LONG = sr.Sampling(max_new_tokens=30000, ignore_eos=True)
 BUCKET_BYTES = 1024
 MODES: list[PauseMode] = ["abort", "retract", "in_place"]
 

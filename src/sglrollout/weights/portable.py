@@ -138,3 +138,13 @@ class _Pickler(ForkingPickler):
         rebuild, arguments = reductions.reduce_tensor(obj)
         uuid = str(torch.cuda.get_device_properties(obj.device).uuid)
         return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
+
+
+def by_engine(made: list[dict[Consumer, bytes]]) -> dict[str, list[bytes]]:
+    """Payloads of all ranks, by engine, in TP rank order."""
+    payloads = {consumer: payload for of_rank in made for consumer, payload in of_rank.items()}
+    ordered = sorted(payloads, key=lambda consumer: (consumer.engine, consumer.tp_rank))
+    found: dict[str, list[bytes]] = {}
+    for consumer in ordered:
+        found.setdefault(consumer.engine, []).append(payloads[consumer])
+    return found

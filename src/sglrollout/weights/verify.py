@@ -13,7 +13,7 @@ from sglrollout.boxes import Box, narrowed
 from sglrollout.checksum import checksum
 from sglrollout.concurrency import in_parallel
 from sglrollout.engine.protocol import Request
-from sglrollout.errors import WeightSyncError
+from sglrollout.errors import WeightMismatchError, WeightSyncError
 from sglrollout.pool.pool import Member
 from sglrollout.weights.sources import Weight, WeightSource
 from sglrollout.wire.messages import WeightReport
@@ -52,6 +52,38 @@ def own_sums(
             if weight.box.numel and box.intersect(weight.box) == box:
                 sums[i, box] = checksum(narrowed(local, box.within(weight.box)).to(getattr(torch, dtypes[i])))
     return sums
+
+
+def compare(
+    weights: Sequence[Weight],
+    boxes: Sequence[Sequence[Box]],
+    reports: Sequence[WeightReport],
+    sums: Sequence[Sums],
+    theirs: dict[str, list[list[int]]],
+) -> None:
+    """Hold the engines' sums against the trainer's.
+
+    Args:
+        reports: of the TP ranks that ``theirs`` has sums of, in that order.
+
+    Raises:
+        WeightMismatchError: they differ.
+    """
+    known: dict[tuple[int, Box], set[int]] = {}
+    for of_rank in sums:
+        for part, value in of_rank.items():
+            known.setdefault(part, set()).add(value)
+    in_order = iter(reports)
+    wrong: dict[str, None] = {}
+    for engine, ranks in theirs.items():
+        for values in ranks:
+            report = next(in_order)
+            for part, value in zip(parts_of(report, boxes), values, strict=True):
+                if known.get(part) != {value}:
+                    name = weights[part[0]].spec.name
+                    wrong[f"{name} ({engine}, TP rank {report.tp_rank})"] = None
+    if wrong:
+        raise WeightMismatchError(list(wrong))
 
 
 async def canary(members: Sequence[Member], timeout_s: float, tolerance: float) -> tuple[list[int], list[float]]:

@@ -1,0 +1,367 @@
+"""Planning a sync with all ranks and engines: which weights there are, who sends what to whom, and over which link."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import anyio
+import msgspec
+
+from sglrollout.boxes import Box
+from sglrollout.errors import ConfigError, WeightNamesError, WeightSyncError
+from sglrollout.weights.control import Ranks, machine
+from sglrollout.weights.leader import EngineFacts, Leader
+from sglrollout.weights.phases import Phases, together
+from sglrollout.weights.sources import Weight, WeightSource
+from sglrollout.weights.worker import Worker
+from sglrollout.wire.link import Listener
+from sglrollout.wire.messages import WeightReport, WeightSpec
+
+if TYPE_CHECKING:
+    from sglrollout.weights.memory import Exports
+    from sglrollout.weights.portable import PortableTransfer
+    from sglrollout.weights.transfer import Layout, Transfer
+
+Method: TypeAlias = Literal["auto", "fast", "portable"]
+
+
+class Options(NamedTuple):
+    """Of :class:`sglrollout.WeightSyncer`."""
+
+    method: Method
+    bucket_bytes: int
+    num_slots: int
+    timeout_s: float
+    allow_missing: list[str]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank tells the others before a plan is made."""
+
+    machine: str
+    device: str
+    path: str
+    token: str
+    digest: str
+    boxes: list[Box]
+    engines: list[EngineFacts]
+
+
+@dataclass
+class Plan:
+    """What holds from sync to sync, until engines or weights change.
+
+    Attributes:
+        method: ``fast`` or ``portable``.
+        engines: those that it was made for.
+        reports: what the TP ranks of this rank's engines said, in the order of :meth:`Leader.facts`.
+        all_reports: the same of every rank's engines.
+        serves: whether engines read this rank's memory.
+        exports: what this rank has exported.
+    """
+
+    method: str
+    why_portable: str
+    layout: Layout
+    engines: list[EngineFacts]
+    reports: list[WeightReport]
+    all_reports: list[WeightReport]
+    serves: bool
+    exports: Exports
+    transfer: Transfer | PortableTransfer
+    num_engines: int
+    copy_bytes_per_s: float
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Of all weights, once, in the engines' dtypes."""
+        import torch
+
+        weights = zip(self.layout.weights, self.layout.dtypes, strict=True)
+        return sum(Box.whole(w.spec.shape).numel * getattr(torch, dtype).itemsize for w, dtype in weights)
+
+
+class Planner:
+    """Makes plans. Every rank has one."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        phases: Phases,
+        worker: Worker,
+        source: WeightSource,
+        listener: Listener,
+        options: Options,
+    ) -> None:
+        self._ranks, self._phases, self._worker = ranks, phases, worker
+        self._source, self._listener, self._options = source, listener, options
+
+    async def make(self, leader: Leader | None, engines: list[EngineFacts]) -> Plan:
+        """Find out where every weight goes and how, and attach the engines.
+
+        Raises:
+            WeightNamesError, WeightSyncError: on every rank alike; nothing was sent.
+        """
+        if leader is None and self._ranks.size == 1:
+            raise ConfigError("rollout", None, "must be given: there is no other rank that could own engines")
+        device = _current_device()
+        self._worker.device = device
+        weights: list[Weight] = []
+        token = secrets.token_hex(16)
+
+        async def gather_facts() -> Facts:
+            weights.extend(await self._worker.run(self._source.weights))
+            _refuse_duplicates(weights)
+            return Facts(
+                machine=machine(),
+                device=_uuid(device),
+                path=self._listener.path,
+                token=token,
+                digest=_digest(weights),
+                boxes=[weight.box for weight in weights],
+                engines=engines,
+            )
+
+        facts: list[Facts] = await self._phases.run("plan", gather_facts)
+        odd = next((rank for rank, fact in enumerate(facts) if fact.digest != facts[0].digest), None)
+        if odd is not None:
+            raise WeightSyncError("plan", "it has other weights, by name, shape or dtype, than rank 0", odd)
+        consumers = _consumers(facts)
+        if leader is not None:
+            leader.keys = {engine.name: _key(facts, self._ranks.rank, engine.name) for engine in engines}
+        if not any(engine.devices for fact in facts for engine in fact.engines):
+            device = None  # engines are on the CPU, wherever the trainer is
+
+        async def describe() -> list[WeightReport]:
+            if leader is None:
+                return []
+            return await leader.describe([weight.spec for weight in weights], self._options.allow_missing)
+
+        reports = await self._phases.run("plan", describe)
+        method, why = self._choose(reports)
+        layout = _layout(weights, facts, reports, self._ranks.rank, device)
+
+        async def share() -> Exports:
+            layout.check()
+            return await self._worker.run(lambda: self._export(layout, method))
+
+        exports = await self._phases.run("plan", share)
+
+        async def look_for_direct() -> list[bool]:
+            return _reachable(weights, facts, exports, self._ranks.rank, _unreachable(device))
+
+        reachable = await self._phases.run("plan", look_for_direct)
+        direct = [i for i, by_rank in enumerate(zip(*reachable, strict=True)) if all(by_rank)]
+
+        made: list[Plan] = []
+
+        async def prepare() -> float:
+            mine = consumers[self._ranks.rank]
+            near = {rank: e for rank, e in enumerate(exports) if facts[rank].machine == facts[self._ranks.rank].machine}
+            plan = await self._worker.run(lambda: self._build(layout, method, why, mine, engines, facts, near, direct))
+            plan.reports = reports[self._ranks.rank]
+            plan.all_reports = [report for of_rank in reports for report in of_rank]
+            made.append(plan)
+            return plan.copy_bytes_per_s
+
+        async def attach() -> None:
+            if method != "fast":
+                return
+            transfer: Transfer = made[0].transfer  # type: ignore[assignment]
+
+            async def accept() -> None:
+                await self._worker.run(lambda: transfer.accept(self._listener, token, self._options.timeout_s))
+
+            async def send() -> None:
+                if leader is not None:
+                    await leader.attach(_links(facts, self._ranks.rank, consumers))
+
+            await together([accept, send])
+
+        try:
+            speeds = await self._phases.run("plan", prepare)
+            await self._phases.run("plan", attach)
+        except BaseException:  # no rank may keep a plan that another has not
+            with anyio.CancelScope(shield=True):
+                await self._worker.run(lambda: [plan.transfer.close() for plan in made] and None)
+            raise
+        made[0].copy_bytes_per_s = max(speeds)
+        return made[0]
+
+    def _choose(self, reports: list[list[WeightReport]]) -> tuple[str, str]:
+        """The method, and why it is portable if nobody asked for that.
+
+        Raises:
+            WeightNamesError: the names do not fit.
+            WeightSyncError: ``fast`` was asked for, and the model does not allow it.
+        """
+        every = [report for of_rank in reports for report in of_rank]
+        if not every:
+            raise WeightSyncError("plan", "no rank owns a running engine")
+        wrong = {
+            kind: list(dict.fromkeys(name for report in every for name in getattr(report, kind)))
+            for kind in ("missing", "unexpected", "duplicates", "mismatched")
+        }
+        if any(wrong.values()):
+            raise WeightNamesError(**wrong)
+        unsuited = next((report.unsuited for report in every if report.unsuited), "")
+        if unsuited and self._options.method == "fast":
+            raise WeightSyncError("plan", f'method="fast" does not suit this model: {unsuited}')
+        if unsuited or self._options.method == "portable":
+            return "portable", unsuited
+        return "fast", ""
+
+    def _export(self, layout: Layout, method: str) -> Exports:
+        from sglrollout.weights.memory import Exports, export_weights
+
+        if method != "fast" or layout.device is None or not self._source.persistent:
+            return Exports()
+        return export_weights(self._source.read(), len(layout.weights), layout.device)
+
+    def _build(
+        self,
+        layout: Layout,
+        method: str,
+        why: str,
+        consumers: list[tuple[str, int]],
+        engines: list[EngineFacts],
+        facts: list[Facts],
+        exports: dict[int, Exports],
+        direct: list[int],
+    ) -> Plan:
+        """Runs on the worker's thread."""
+        from sglrollout.weights.memory import copy_bytes_per_s
+        from sglrollout.weights.portable import PortableTransfer
+        from sglrollout.weights.transfer import Consumer, Transfer
+
+        mine = [Consumer(*consumer) for consumer in consumers]
+        transfer: Transfer | PortableTransfer
+        if method == "fast":
+            transfer = Transfer(
+                layout, self._source, mine, self._options.bucket_bytes, self._options.num_slots, exports, direct
+            )
+        else:
+            transfer = PortableTransfer(layout, self._source, mine, self._options.bucket_bytes)
+        num_engines = sum(len(fact.engines) for fact in facts)
+        speed = copy_bytes_per_s(layout.device)
+        own = exports[self._ranks.rank]
+        return Plan(method, why, layout, engines, [], [], bool(mine), own, transfer, num_engines, speed)
+
+
+def _refuse_duplicates(weights: list[Weight]) -> None:
+    names = [name for weight in weights for name in (weight.spec.name, *weight.spec.aliases)]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise WeightNamesError(duplicates=twice)
+    if not weights:
+        raise ConfigError("source", "an empty source", "must have at least one weight")
+
+
+def _digest(weights: list[Weight]) -> str:
+    specs: list[WeightSpec] = [weight.spec for weight in weights]
+    return hashlib.sha256(msgspec.msgpack.encode(specs)).hexdigest()
+
+
+def _consumers(facts: list[Facts]) -> list[list[tuple[str, int]]]:
+    """By rank, the (engine, TP rank) pairs that it serves: those on its GPU, or all of its engines on a CPU.
+
+    Raises:
+        WeightSyncError: no rank shares an engine's GPU.
+    """
+    served: list[list[tuple[str, int]]] = [[] for _ in facts]
+    for owner, fact in enumerate(facts):
+        for engine in fact.engines:
+            for tp_rank in range(engine.tp_size):
+                served[_partner(facts, owner, engine, tp_rank)].append((_key(facts, owner, engine.name), tp_rank))
+    return served
+
+
+def _key(facts: list[Facts], owner: int, name: str) -> str:
+    """An engine's name, told from those of other ranks' rollouts where there are some."""
+    several = sum(1 for fact in facts if fact.engines) > 1
+    return f"{name} of rank {owner}" if several else name
+
+
+def _partner(facts: list[Facts], owner: int, engine: EngineFacts, tp_rank: int) -> int:
+    if not engine.devices:
+        return owner
+    device = engine.devices[tp_rank]
+    for rank, fact in enumerate(facts):
+        if fact.machine == facts[owner].machine and fact.device == device:
+            return rank
+    known = sorted({fact.device for fact in facts if fact.device})
+    message = f"no trainer rank shares {device}, the GPU of {engine.name}'s TP rank {tp_rank} (ranks are on {known})"
+    raise WeightSyncError("plan", message, engine=engine.name)
+
+
+def _reachable(
+    weights: list[Weight], facts: list[Facts], exports: list[Exports], rank: int, unreachable: set[str]
+) -> list[bool]:
+    """By weight, whether engines of this rank's machine can read all of it where it is.
+
+    Args:
+        unreachable: UUIDs of devices whose memory this rank's device cannot read.
+    """
+    here = facts[rank].machine
+
+    def is_near(i: int, other: int) -> bool:
+        if not facts[other].boxes[i].numel:
+            return facts[other].machine == here
+        near = facts[other].machine == here and facts[other].device not in unreachable
+        return near and i in exports[other].addresses
+
+    return [all(is_near(i, other) for other in weight.ranks or (rank,)) for i, weight in enumerate(weights)]
+
+
+def _links(facts: list[Facts], rank: int, consumers: list[list[tuple[str, int]]]) -> dict[str, list[tuple[str, str]]]:
+    """For this rank's engines, by key: which socket each of its TP ranks joins, and with which token."""
+    rank_of = {consumer: partner for partner, served in enumerate(consumers) for consumer in served}
+    links: dict[str, list[tuple[str, str]]] = {}
+    for engine in facts[rank].engines:
+        key = _key(facts, rank, engine.name)
+        partners = [facts[rank_of[key, tp_rank]] for tp_rank in range(engine.tp_size)]
+        links[key] = [(partner.path, partner.token) for partner in partners]
+    return links
+
+
+def _layout(
+    weights: list[Weight], facts: list[Facts], reports: list[list[WeightReport]], rank: int, device: Any
+) -> Layout:
+    from sglrollout.weights.transfer import Layout
+
+    first = next(report for of_rank in reports for report in of_rank)
+    boxes = [
+        tuple(facts[other].boxes[i] for other in weight.ranks) if weight.ranks else (weight.box,)
+        for i, weight in enumerate(weights)
+    ]
+    return Layout(weights, first.dtypes, boxes, rank, device)
+
+
+def _current_device() -> Any:
+    """The calling thread's GPU, which is the trainer's; ``None`` on a machine without one."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _unreachable(device: Any) -> set[str]:
+    """UUIDs of this machine's devices whose memory ``device`` cannot read, as far as they are visible here."""
+    if device is None:
+        return set()
+    import torch
+
+    others = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != device.index]
+    return {_uuid(other) for other in others if not torch.cuda.can_device_access_peer(device, other)}
+
+
+def _uuid(device: Any) -> str:
+    if device is None:
+        return ""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
