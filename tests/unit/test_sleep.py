@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(30)
 CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False)
 PROMPT = [1, 2, 3]
 SHORT = sr.Sampling(max_new_tokens=4, ignore_eos=True)
-LONG = sr.Sampling(max_new_tokens=30000, ignore_eos=True)
+LONG = sr.Sampling(max_new_tokens=3000, ignore_eos=True)
 GB = 1 << 30
 SIZES = {"kv_cache": 4 * GB, "weights": 2 * GB, "cuda_graph": GB}
 TOTAL = 10 * GB

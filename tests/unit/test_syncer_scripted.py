@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(30)
 CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False)
 PROMPT = [1, 2, 3]
 SHORT = sr.Sampling(max_new_tokens=4, ignore_eos=True)
-LONG = sr.Sampling(max_new_tokens=30000, ignore_eos=True)
+LONG = sr.Sampling(max_new_tokens=3000, ignore_eos=True)
 BUCKET_BYTES = 1024
 MODES: list[PauseMode] = ["abort", "retract", "in_place"]
 
@@ -394,10 +394,10 @@ async def test_once_weights_move_a_failure_leaves_every_engine_stale_until_the_n
 
 async def test_requests_in_engines_that_became_stale_fail_and_so_do_those_that_wait() -> None:
     engine = Engine(fail_command=failing("load_portable"), max_running=1)
-    config = CONFIG.replace(max_inflight=1)
+    config, endless = CONFIG.replace(max_inflight=1), sr.Sampling(max_new_tokens=30000, ignore_eos=True)
     async with sr.AsyncRolloutEngine(config=config, engines=[engine]) as rollout:
         running, waiting = (
-            asyncio.ensure_future(rollout.generate([PROMPT], sampling=LONG, on_error="return")) for _ in range(2)
+            asyncio.ensure_future(rollout.generate([PROMPT], sampling=endless, on_error="return")) for _ in range(2)
         )
         await until(lambda: engine.num_tokens > 10 and rollout.num_queued == 1)
         engine.hang = True
