@@ -263,14 +263,14 @@ async def lost_rank(rollout: sr.AsyncRolloutEngine | None, path: Path, how: sign
     """Rank 1 dies, or stops, between two syncs."""
     syncer = sr.WeightSyncer(rollout, sr.FSDPSource(shard(trained(path, 1), "fsdp")), timeout_s=8)
     await syncer.sync()
+    verified = (await syncer.verify()).num_weights
     if dist.get_rank() == 1:
         os.kill(os.getpid(), how)
         await asyncio.sleep(60)
     await asyncio.sleep(0.5)
     begun = time.monotonic()
     found = await failure(syncer.sync)
-    found["seconds"] = time.monotonic() - begun
-    return found
+    return {**found, "seconds": time.monotonic() - begun, "verified": verified}
 
 
 async def failure(call: Callable[[], Any]) -> dict[str, Any]:
