@@ -99,7 +99,7 @@ class Parameters:
             Copy(1, Box((0,), (8,)), self.bias[2:10]),
         ]
         fills = [Fill(self.bias[:2], 7.0), Fill(self.bias[10:], 0.0)]
-        return Recording(copies, fills, [], [], [], [], "")
+        return Recording(copies, fills, [], [], [], [], [], "")
 
     def holds(self, weight: Any, bias: Any) -> bool:
         padded = torch.cat([torch.full((2,), 7.0), bias.float(), torch.zeros(2)])
@@ -193,7 +193,7 @@ def test_one_weight_may_go_to_several_places_and_another_to_none(listener: Liste
     weight, bias = torch.randn(4, 8), torch.randn(8).bfloat16()
     one, other = torch.zeros(4, 8), torch.zeros(8, 4)
     recording = Recording(
-        [Copy(0, Box.whole((4, 8)), one), Copy(0, Box.whole((4, 8)), other.t())], [], [], [], [], [], ""
+        [Copy(0, Box.whole((4, 8)), one), Copy(0, Box.whole((4, 8)), other.t())], [], [], [], [], [], [], ""
     )
 
     def train(link: Link) -> None:
@@ -250,7 +250,7 @@ def test_a_weight_outside_of_the_staging_buffer_has_the_trainers_dtype_and_is_ca
     trainer = Trainer(listener, train)
     half, casted = torch.zeros(4, 4), torch.zeros(8).bfloat16()
     copies = [Copy(0, Box((0, 4), (4, 4)), half), Copy(1, Box.whole((8,)), casted)]
-    taker = loader(listener, Recording(copies, [], [], [], [], [], ""))
+    taker = loader(listener, Recording(copies, [], [], [], [], [], [], ""))
     taker.load(5)
     assert torch.equal(half, weight[:, 4:])
     assert torch.equal(casted, bias.bfloat16())
@@ -261,7 +261,7 @@ def test_a_weight_outside_of_the_staging_buffer_has_the_trainers_dtype_and_is_ca
 
 def test_nothing_to_load_needs_no_bucket(listener: Listener, memory: Memory) -> None:
     trainer = Trainer(listener, lambda link: mapped(link, memory, []))
-    taker = loader(listener, Recording([], [], [], [], [], [], ""))
+    taker = loader(listener, Recording([], [], [], [], [], [], [], ""))
     assert taker.load(0.1) == {"seconds": 0.0, "num_bytes": 0}
     taker.close()
     assert trainer.result() == Mapped()

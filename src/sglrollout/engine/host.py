@@ -142,16 +142,16 @@ class EngineHost:
     async def _on_load_weights(self, timeout_s: float) -> dict[str, Any]:
         return {"ranks": await self._engine.call_schedulers("load", timeout_s + _GRACE_S, {"timeout_s": timeout_s})}
 
-    async def _on_begin_portable(self) -> dict[str, Any]:
-        await self._engine.begin_portable()
+    async def _on_begin_portable(self, timeout_s: float) -> dict[str, Any]:
+        await asyncio.wait_for(self._engine.begin_portable(), timeout_s)
         return {}
 
-    async def _on_load_portable(self, payloads: list[bytes]) -> dict[str, Any]:
-        await self._engine.load_portable(payloads)
+    async def _on_load_portable(self, payloads: list[bytes], timeout_s: float) -> dict[str, Any]:
+        await asyncio.wait_for(self._engine.load_portable(payloads), timeout_s)
         return {}
 
-    async def _on_end_portable(self) -> dict[str, Any]:
-        await self._engine.end_portable()
+    async def _on_end_portable(self, timeout_s: float) -> dict[str, Any]:
+        await asyncio.wait_for(self._engine.end_portable(), timeout_s)
         return {}
 
     async def _on_checksum_weights(self, timeout_s: float, **arguments: Any) -> dict[str, Any]:

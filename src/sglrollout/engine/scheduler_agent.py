@@ -88,6 +88,7 @@ class Agent:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
+        synchronize()  # a step may be under way on the device, and must not read what a sync writes
         return self._loader is not None and self._addresses_now() == self._addresses
 
     def resume(self, version: int, flush: bool) -> dict[str, float]:
@@ -112,14 +113,15 @@ class Agent:
     def flush(self) -> bool:
         """Empty the prefix cache. While paused, requests may wait: they hold none of it, and keep their place."""
         scheduler = self._scheduler
-        waiting, hidden = scheduler.waiting_queue, scheduler._engine_paused
-        if hidden:
-            scheduler.waiting_queue = []  # older versions refuse to flush beside them
+        if not scheduler._engine_paused:
+            return bool(scheduler.flush_cache(empty_cache=False))
+        grammars = scheduler.grammar_manager
+        waiting, compiling = scheduler.waiting_queue, grammars.grammar_queue
+        scheduler.waiting_queue, grammars.grammar_queue = [], []  # SGLang refuses to flush beside them
         try:
             return bool(scheduler.flush_cache(empty_cache=False))
         finally:
-            if hidden:
-                scheduler.waiting_queue = waiting
+            scheduler.waiting_queue, grammars.grammar_queue = waiting, compiling
 
     def memory(self) -> dict[str, int]:
         """Bytes of this TP rank's device, and of those what this process's allocator holds."""
@@ -150,6 +152,7 @@ class Agent:
             copies=copies,
             unexpected=found.unexpected,
             missing=found.missing,
+            unwritten=found.unwritten,
             duplicates=found.duplicates,
             mismatched=found.mismatched,
             unsuited=found.unsuited,
@@ -231,6 +234,14 @@ class Agent:
     def _num_pending_results(self) -> int:
         """Steps that the device has run and whose tokens are not counted yet (overlapped scheduling)."""
         return len(getattr(self._scheduler, "result_queue", ()) or ()) if self._scheduler.enable_overlap else 0
+
+
+def synchronize() -> None:
+    """Wait for all that this process has given its device to do."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class StaleRecordingError(Exception):

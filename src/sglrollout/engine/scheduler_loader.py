@@ -94,6 +94,7 @@ class Loader:
     def _take(self, batch: _Batch) -> int:
         if batch.far:
             stream = self._far_stream
+            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for target, source in batch.far:
                     target.copy_(source)

@@ -48,13 +48,15 @@ class Fill(NamedTuple):
 class Recording(NamedTuple):
     """What ``load_weights`` would do, and what is wrong with it.
 
-    ``unsuited`` says why the copies are not all there is to a load of this model; empty when they are.
+    ``unwritten`` are the parameters that are missing and may be. ``unsuited`` says why the copies are not all there is
+    to a load of this model; empty when they are.
     """
 
     copies: list[Copy]
     fills: list[Fill]
     unexpected: list[str]
     missing: list[str]
+    unwritten: list[str]
     duplicates: list[str]
     mismatched: list[str]
     unsuited: str
@@ -82,8 +84,9 @@ def record(model: Any, weights: list[WeightSpec], allow_missing: list[str]) -> R
         unexpected = [w.name for i, w in enumerate(weights) if i not in noted.used and not w.optional]
         if not unsuited:
             missing, duplicates, unsuited = _coverage(parameters, noted, weights)
-    missing = [name for name in missing if not any(fnmatch(name, pattern) for pattern in allow_missing)]
-    return Recording(noted.copies, noted.fills, unexpected, missing, duplicates, mismatched, unsuited)
+    unwritten = [name for name in missing if any(fnmatch(name, pattern) for pattern in allow_missing)]
+    missing = [name for name in missing if name not in unwritten]
+    return Recording(noted.copies, noted.fills, unexpected, missing, unwritten, duplicates, mismatched, unsuited)
 
 
 class _Noting(TorchDispatchMode):  # type: ignore[misc]

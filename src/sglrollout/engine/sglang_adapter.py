@@ -75,6 +75,8 @@ class SGLangEngine:
         self._answers = self._zmq.socket(zmq.PULL)
         self._answers.bind(self._answers_address)
         self._scratch_dir, self._num_calls, self._call_lock = launch.scratch_dir, 0, asyncio.Lock()
+        self._state_lock = asyncio.Lock()
+        self._has_session = False
         try:
             with _process_state_kept(launch.scratch_dir):
                 self._engine, self._fast = self._build(launch, on_children)
@@ -343,6 +345,10 @@ class SGLangEngine:
         Raises:
             TimeoutError: requests did not end in time, or the scheduler did not answer.
         """
+        async with self._state_lock:
+            return await self._pause(mode, timeout_s)
+
+    async def _pause(self, mode: str, timeout_s: float) -> bool:
         async with self._manager.is_pause_cond:
             self._manager.is_pause = True
         self._paused = True
@@ -365,13 +371,14 @@ class SGLangEngine:
         Raises:
             EngineRequestError: the cache was not emptied; it stays paused.
         """
-        seconds = await self.call_schedulers("resume", timeout_s, {"version": version, "flush": flush})
-        self.weight_version = version
-        self._paused = False
-        async with self._manager.is_pause_cond:
-            self._manager.is_pause = False
-            self._manager.is_pause_cond.notify_all()
-        return seconds
+        async with self._state_lock:  # a pause that nobody waits for any more is over first
+            seconds = await self.call_schedulers("resume", timeout_s, {"version": version, "flush": flush})
+            self.weight_version = version
+            self._paused = False
+            async with self._manager.is_pause_cond:
+                self._manager.is_pause = False
+                self._manager.is_pause_cond.notify_all()
+            return seconds
 
     async def begin_portable(self) -> None:
         """Open SGLang's own weight update, where this version has such a session.
@@ -382,6 +389,9 @@ class SGLangEngine:
         if hasattr(self._manager, "begin_weight_update"):
             from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
+            if self._has_session:  # of a sync that failed in the middle
+                await self.end_portable()
+            self._has_session = True
             _check("begin_weight_update", await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
 
     async def load_portable(self, payloads: list[bytes]) -> None:
@@ -398,22 +408,25 @@ class SGLangEngine:
         if hasattr(self._manager, "end_weight_update"):
             from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
+            self._has_session = False
             _check("end_weight_update", await self._manager.end_weight_update(EndWeightUpdateReqInput()))
 
     async def sleep(self, tags: list[str], timeout_s: float) -> None:
         """Give the memory behind ``tags`` back to the device. What still runs ends first; it stays paused."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-        await self.pause("abort", timeout_s)  # a scheduler that is not idle would end itself
-        request = ReleaseMemoryOccupationReqInput(tags=tags)
-        await asyncio.wait_for(self._manager.release_memory_occupation(request, None), timeout_s)
+        async with self._state_lock:
+            await self._pause("abort", timeout_s)  # a scheduler that is not idle would end itself
+            request = ReleaseMemoryOccupationReqInput(tags=tags)
+            await asyncio.wait_for(self._manager.release_memory_occupation(request, None), timeout_s)
 
     async def wake(self, tags: list[str], timeout_s: float) -> None:
         """Take the memory behind ``tags`` again. Weights come back as garbage. It stays paused."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
-        request = ResumeMemoryOccupationReqInput(tags=tags)
-        await asyncio.wait_for(self._manager.resume_memory_occupation(request, None), timeout_s)
+        async with self._state_lock:
+            request = ResumeMemoryOccupationReqInput(tags=tags)
+            await asyncio.wait_for(self._manager.resume_memory_occupation(request, None), timeout_s)
 
     async def call_schedulers(self, method: str, within_s: float, arguments: dict[str, Any] | None = None) -> list[Any]:
         """Run a method of the agent in every TP rank, between two steps.

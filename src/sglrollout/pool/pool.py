@@ -41,6 +41,8 @@ class Member:
         held: work for it waits.
         asleep: the memory that is given up, by tag, with its bytes per TP rank (0 where that is not known).
         stale: why its weights are not the trainer's; empty when they are.
+        garbage: its weights came back from a sleep as garbage, all of them.
+        paused: it takes no steps until it is told to resume.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -48,6 +50,7 @@ class Member:
         self.held = False
         self.asleep: dict[str, int] = {}
         self.stale = ""
+        self.garbage = self.paused = False
         self._limit: Limit | None = None
         self._dead = False
 
@@ -65,7 +68,9 @@ class Member:
             return EngineState.HELD
         if self.asleep:
             return EngineState.ASLEEP
-        return EngineState.STALE if self.stale else EngineState.READY
+        if self.stale:
+            return EngineState.STALE
+        return EngineState.HELD if self.paused else EngineState.READY
 
     @property
     def ready(self) -> bool:
@@ -107,6 +112,7 @@ class Pool:
         self._max_inflight = max_inflight
         self._busy = ""
         self.weight_version = 0
+        self.last_version = 0
         self.attached: object | None = None
         """The weight syncer whose plan engines hold; they hold one at a time."""
 
@@ -124,9 +130,8 @@ class Pool:
         await in_parallel(member.engine.start for member in self.members)
         for member in self.members:
             self._admit(member, tasks)
-        self.weight_version = max(
-            (member.engine.info.weight_version for member in self.serving if member.engine.info), default=0
-        )
+        versions = [member.engine.info.weight_version for member in self.serving if member.engine.info]
+        self.weight_version = self.last_version = max(versions, default=0)
         self.changed()
 
     def _watch(self, member: Member) -> None:

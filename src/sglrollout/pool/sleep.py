@@ -10,7 +10,7 @@ from functools import partial
 import anyio
 
 from sglrollout.concurrency import to_the_end
-from sglrollout.errors import ConfigError, DeviceMemoryError, LifecycleError, NoEngineError
+from sglrollout.errors import ConfigError, DeviceMemoryError, LifecycleError, NoEngineError, RolloutError
 from sglrollout.pool.pool import Member, Pool
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -63,15 +63,16 @@ async def sleep(pool: Pool, tags: Sequence[str], drain_s: float, timeout_s: floa
         twice = [tag for tag in tags if tag in member.asleep]
         if twice:
             raise LifecycleError(f"{member.name}'s {twice[0]} is asleep already")
+    freed: dict[str, dict[str, int]] = {member.name: {} for member in members}
     with pool.exclusive("sleep"):
         pool.hold(members)
         try:
             await _drain(pool, members, drain_s)
-            freed: dict[str, dict[str, int]] = {member.name: {} for member in members}
             await to_the_end(partial(_sleep_one, member, tags, freed[member.name], timeout_s) for member in members)
             memory = {member.name: await _memory(member, timeout_s) for member in members}
         finally:
-            pool.release(members)
+            with anyio.CancelScope(shield=True):
+                await _settle(pool, members, timeout_s)
     return SleepReport(
         seconds=time.monotonic() - begun,
         freed_bytes=freed,
@@ -96,13 +97,33 @@ async def wake(pool: Pool, tags: Sequence[str] | None, timeout_s: float) -> None
     if awake or not asleep:
         raise LifecycleError(f"{awake[0]} is not asleep" if awake else "nothing is asleep")
     with pool.exclusive("wake"):
-        await wake_members(members, tags, timeout_s)
-        version = pool.weight_version
-        whole = [member for member in members if not member.asleep and not member.stale]
-        await to_the_end(
-            partial(member.engine.command, "resume", timeout_s, version=version, flush=False) for member in whole
-        )
-        pool.changed()
+        pool.hold(members)
+        try:
+            await wake_members(members, tags, timeout_s)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _settle(pool, members, timeout_s)
+
+
+async def _settle(pool: Pool, members: Sequence[Member], timeout_s: float) -> None:
+    """Let those run again that are awake and have their weights; then each is what it is.
+
+    Raises:
+        EngineRequestError, EngineDiedError: one did not; it is stale.
+    """
+    version = pool.weight_version
+    failure: RolloutError | None = None
+    for member in members:
+        try:
+            if member.paused and member.serving and not member.asleep and not member.stale:
+                await member.engine.command("resume", timeout_s, version=version, flush=False)
+                member.paused = False
+        except RolloutError as error:
+            failure = error
+            pool.spoil([member], f"it did not resume: {error}")
+    pool.release(members)
+    if failure is not None:
+        raise failure
 
 
 async def wake_members(
@@ -124,7 +145,10 @@ async def wake_members(
 async def _sleep_one(member: Member, tags: Sequence[str], freed: dict[str, int], timeout_s: float) -> None:
     free = _least_free(await _memory(member, timeout_s))
     for tag in (tag for tag in TAGS if tag in tags):
-        await member.engine.command("sleep", timeout_s, tags=[tag])
+        with anyio.CancelScope(shield=True):  # it has a deadline, and what it did must be noted
+            member.paused = True
+            await member.engine.command("sleep", timeout_s, tags=[tag])
+            freed[tag] = member.asleep[tag] = 0
         free_now = _least_free(await _memory(member, timeout_s))
         freed[tag] = member.asleep[tag] = max(0, free_now - free)
         free = free_now
@@ -132,12 +156,14 @@ async def _sleep_one(member: Member, tags: Sequence[str], freed: dict[str, int],
 
 async def _wake_one(member: Member, tags: Sequence[str], timeout_s: float) -> None:
     tags = [tag for tag in tags if tag in member.asleep]
-    if tags:
+    if not tags:
+        return
+    with anyio.CancelScope(shield=True):
         await member.engine.command("wake", timeout_s, tags=tags)
-    for tag in tags:
-        del member.asleep[tag]
-    if "weights" in tags and not (member.engine.info and member.engine.info.keeps_weights):
-        member.stale = member.stale or "its weights were given up in a sleep"
+        for tag in tags:
+            del member.asleep[tag]
+        if "weights" in tags and not (member.engine.info and member.engine.info.keeps_weights):
+            member.garbage, member.stale = True, member.stale or "its weights were given up in a sleep"
 
 
 async def _check_free(member: Member, tags: Sequence[str], timeout_s: float) -> None:

@@ -311,7 +311,14 @@ class ScriptedEngine:
     def _describe_weights(self, weights: list[Any], allow_missing: list[str]) -> dict[str, Any]:
         report = {
             **{"tp_rank": 0, "dtypes": [weight[2] for weight in weights], "copies": [[] for _ in weights]},
-            **{"unexpected": [], "missing": [], "duplicates": [], "mismatched": [], "num_parameters": 0},
+            **{
+                "unexpected": [],
+                "missing": [],
+                "unwritten": [],
+                "duplicates": [],
+                "mismatched": [],
+                "num_parameters": 0,
+            },
             "unsuited": "a scripted engine has no parameters",
         }
         return {"reports": [report]}

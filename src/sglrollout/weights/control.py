@@ -18,10 +18,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sglrollout.errors import EngineError, RolloutError, WeightSyncError
+from sglrollout.errors import EngineError, RolloutError, WeightSyncError, fresh
 
 _LAST_WORDS_S = 5.0
 _GRACE_S = 20.0  # more than engines have beyond the deadline, so that what they say is heard
+_LONGEST = timedelta(days=1)  # each wait has a deadline of its own
 _numbers = itertools.count()
 
 
@@ -39,22 +40,27 @@ class Ranks:
     """This rank among the others; alone where torch.distributed is not initialized. Collective, as all methods are.
 
     Args:
-        timeout_s: how long one rank may keep the others waiting.
+        timeout_s: for each step of a phase, of which it has two at most.
     """
 
     def __init__(self, timeout_s: float) -> None:
         import torch.distributed as dist
 
-        self._timeout = timedelta(seconds=timeout_s + _GRACE_S)
+        self._within_s = 2 * timeout_s + _GRACE_S
         self._several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self._several else 0
         self.size = dist.get_world_size() if self._several else 1
-        self._group = dist.new_group(backend="gloo", timeout=self._timeout) if self._several else None
+        self._group = dist.new_group(backend="gloo", timeout=_LONGEST) if self._several else None
         self._broken: WeightSyncError | None = None
         self._key = f"sglrollout/failed-sync/{next(_numbers)}"  # every rank makes its syncers in the same order
 
-    def agree(self, phase: str, value: Any = None, error: Exception | None = None) -> list[Any]:
+    def agree(
+        self, phase: str, value: Any = None, error: Exception | None = None, within_s: float | None = None
+    ) -> list[Any]:
         """Tell how ``phase`` went here, and hear how it went everywhere.
+
+        Args:
+            within_s: how long other ranks may take; by default twice ``timeout_s``, for a phase has two steps at most.
 
         Returns:
             every rank's value, by rank.
@@ -66,9 +72,9 @@ class Ranks:
         mine = Outcome(self.rank, phase, value, _portable(error))
         if self._several:
             if self._broken is not None:
-                raise self._broken
+                raise fresh(self._broken)
             try:
-                outcomes = self._exchange(phase, mine)
+                outcomes = self._exchange(phase, mine, timedelta(seconds=within_s or self._within_s))
             except WeightSyncError as failure:
                 self._broken = failure
                 raise
@@ -101,48 +107,48 @@ class Ranks:
             else WeightSyncError(phase, f"{type(error).__name__}: {error}", rank)
         )
 
-    def _exchange(self, phase: str, mine: Outcome) -> list[Outcome]:
+    def _exchange(self, phase: str, mine: Outcome, timeout: timedelta) -> list[Outcome]:
         if self.rank != 0:
             try:
-                self._send(0, mine)
-                answer: list[Outcome] = self._receive(0)
+                self._send(0, _packed(mine), timeout)
+                answer: list[Outcome] = self._receive(0, timeout)
             except RuntimeError as error:
                 raise WeightSyncError(phase, *self._last_words(error)) from None
             return answer
         outcomes, failure = [mine], None
         for rank in range(1, self.size):
             try:
-                outcomes.append(self._receive(rank))
+                outcomes.append(self._receive(rank, timeout))
             except RuntimeError as error:
                 gone = "Timed out" not in str(error)
-                how = "is gone" if gone else f"did not come within {self._timeout.total_seconds():g} s"
+                how = "is gone" if gone else f"did not come within {timeout.total_seconds():g} s"
                 failure = failure or WeightSyncError(phase, f"rank {rank} {how}", rank)
                 outcomes.append(Outcome(rank, phase, error=failure))
         if failure is not None:
             self._leave_last_words(failure)
+        data = _packed(outcomes)
         for rank in range(1, self.size):
             with contextlib.suppress(RuntimeError):
-                self._send(rank, outcomes)
+                self._send(rank, data, timeout)
         if failure is not None:
             raise failure
         return outcomes
 
-    def _send(self, rank: int, value: Any) -> None:
+    def _send(self, rank: int, data: Any, timeout: timedelta) -> None:
         import torch
         import torch.distributed as dist
 
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        dist.isend(torch.tensor([data.numel()]), dst=rank, group=self._group).wait(self._timeout)
-        dist.isend(data, dst=rank, group=self._group).wait(self._timeout)
+        dist.isend(torch.tensor([data.numel()]), dst=rank, group=self._group).wait(timeout)
+        dist.isend(data, dst=rank, group=self._group).wait(timeout)
 
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, rank: int, timeout: timedelta) -> Any:
         import torch
         import torch.distributed as dist
 
         length = torch.zeros(1, dtype=torch.int64)
-        dist.irecv(length, src=rank, group=self._group).wait(self._timeout)
+        dist.irecv(length, src=rank, group=self._group).wait(timeout)
         data = torch.zeros(int(length), dtype=torch.uint8)
-        dist.irecv(data, src=rank, group=self._group).wait(self._timeout)
+        dist.irecv(data, src=rank, group=self._group).wait(timeout)
         return pickle.loads(data.numpy().tobytes())
 
     def _leave_last_words(self, failure: WeightSyncError) -> None:
@@ -160,6 +166,13 @@ class Ranks:
                     return str(reason), rank
                 time.sleep(0.05)
         return f"rank 0 is gone, or another rank kept it waiting ({str(error).splitlines()[0][:200]})", 0
+
+
+def _packed(value: Any) -> Any:
+    """As a tensor, which is what gloo sends."""
+    import torch
+
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def _store() -> Any:

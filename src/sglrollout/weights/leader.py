@@ -6,14 +6,15 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import anyio
 import msgspec
 
 from sglrollout.boxes import Box
-from sglrollout.concurrency import unwrapped
-from sglrollout.errors import EngineError, RolloutError, WeightSyncError
+from sglrollout.concurrency import to_the_end, unwrapped
+from sglrollout.errors import EngineError, RolloutError, WeightNamesError, WeightSyncError
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.pool.sleep import TAGS, wake_members
 from sglrollout.wire.messages import WeightReport, WeightSpec
@@ -81,10 +82,20 @@ class Leader:
     async def wake_weights(self) -> float:
         """Wake what holds weights in engines that gave it up; the rest waits until they are loaded."""
         begun = time.perf_counter()
-        if not any("weights" in member.asleep for member in self.members):
+        if not any(member.asleep for member in self.members):
             return 0.0
         await self._guarded("wake", wake_members(self.members, ["weights"], self._timeout_s, room_for=TAGS))
         return time.perf_counter() - begun
+
+    def refuse_garbage(self, reports: Sequence[WeightReport]) -> None:
+        """Whether a sync would leave garbage that a sleep left: parameters that need not be written.
+
+        Raises:
+            WeightNamesError: it would.
+        """
+        unwritten = sorted({name for report in reports for name in report.unwritten})
+        if unwritten and any(member.garbage for member in self.members):
+            raise WeightNamesError(missing=unwritten)
 
     async def wake_rest(self) -> float:
         """Wake what else is asleep, once the weights are there."""
@@ -103,6 +114,8 @@ class Leader:
         """
         begun = time.perf_counter()
         self.pool.hold(self.members)
+        for member in self.members:
+            member.paused = True
         answers = await self._all("pause", lambda m: m.engine.command("pause", self._timeout_s, mode=mode), told=told)
         return time.perf_counter() - begun, all(answer["attached"] for answer in answers)
 
@@ -112,16 +125,19 @@ class Leader:
         await self._all("transfer", lambda m: m.engine.command("load_weights", self._timeout_s), told=told)
 
     async def begin_portable(self) -> None:
-        await self._all("transfer", lambda m: m.engine.command("begin_portable"))
+        await self._all("transfer", lambda m: m.engine.command("begin_portable", self._timeout_s))
 
     async def load_portable(self, payloads: dict[str, list[bytes]]) -> None:
-        await self._all("transfer", lambda m: m.engine.command("load_portable", payloads=payloads[self.keys[m.name]]))
+        await self._all(
+            "transfer",
+            lambda m: m.engine.command("load_portable", self._timeout_s, payloads=payloads[self.keys[m.name]]),
+        )
 
     async def end_portable(self) -> None:
-        await self._all("transfer", lambda m: m.engine.command("end_portable"))
+        await self._all("transfer", lambda m: m.engine.command("end_portable", self._timeout_s))
 
     async def resume(self, version: int, flush: bool) -> tuple[float, float]:
-        """The end of a good sync: engines empty their prefix caches, run again under ``version``, and take work.
+        """Let engines empty their prefix caches and run again under ``version``. They take work once it is published.
 
         Returns:
             the seconds that flushes took, and those of the rest.
@@ -130,12 +146,16 @@ class Leader:
         answers = await self._all(
             "resume", lambda m: m.engine.command("resume", self._timeout_s, version=version, flush=flush)
         )
-        for member in self.members:
-            member.stale = ""
-        self.pool.weight_version = version
-        self.pool.release(self.members)
         flush_s = max((rank["flush_s"] for answer in answers for rank in answer["ranks"]), default=0.0)
         return flush_s, time.perf_counter() - begun - flush_s
+
+    def publish(self, version: int) -> None:
+        """The end of a sync that went well on every rank."""
+        for member in self.members:
+            member.stale = ""
+            member.garbage = member.paused = False
+        self.pool.weight_version = version
+        self.pool.release(self.members)
 
     async def checksums(self, boxes: Sequence[Sequence[Box]]) -> dict[str, list[list[int]]]:
         """By engine and TP rank: sums of what was copied, cut by ``boxes`` (by weight, of who holds it)."""
@@ -149,19 +169,25 @@ class Leader:
             for member, answer in zip(self.members, answers, strict=True)
         }
 
-    def spoil(self, reason: str) -> None:
-        """The sync failed when engines may have held half of it."""
-        self.pool.spoil([member for member in self.members if member.serving], reason)
+    async def spoil(self, reason: str, members: Sequence[Member] | None = None) -> None:
+        """Engines may hold half of a sync: what they run fails, and they stay paused with nothing in them."""
+        spoilt = [member for member in (self.members if members is None else members) if member.serving]
+        self.pool.spoil(spoilt, reason)
+        for member in spoilt:
+            with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
+                await member.engine.command("pause", _DETACH_S, mode="retract")
 
     async def call_off(self) -> None:
-        """The sync failed before any weight moved: engines go on as they were."""
-        held = [member for member in self.members if member.held and member.serving]
-        if held:
-            version = self.pool.weight_version
-            await self._all(
-                "resume", lambda m: m.engine.command("resume", self._timeout_s, version=version, flush=False), held
-            )
-            self.pool.release(held)
+        """The sync failed before any weight moved: engines go on as they were, each that can."""
+        version = self.pool.weight_version
+        for member in [member for member in self.members if member.held]:
+            try:
+                if member.serving and not member.asleep and not member.stale:
+                    await member.engine.command("resume", self._timeout_s, version=version, flush=False)
+                    member.paused = False
+                self.pool.release([member])
+            except RolloutError as error:
+                await self.spoil(f"a weight sync was called off, and it did not go on: {error}", [member])
 
     async def _all(
         self,
@@ -181,13 +207,9 @@ class Leader:
             if told is not None:
                 told.set()  # this task begins after those of the engines have
 
-        async def every() -> None:
-            async with anyio.create_task_group() as tasks:
-                for i in range(len(members)):
-                    tasks.start_soon(one, i)
-                tasks.start_soon(note)
-
-        await self._guarded(phase, every())
+        # Each to its end, also if one fails: what an engine was told, it may do, and its answer says so.
+        calls: list[Callable[[], Awaitable[None]]] = [*(partial(one, i) for i in range(len(members))), note]
+        await self._guarded(phase, to_the_end(calls))
         return answers
 
     async def _guarded(self, phase: str, work: Awaitable[Any]) -> None:

@@ -21,7 +21,7 @@ class Phases:
     def __init__(self, ranks: Ranks, worker: Worker) -> None:
         self._ranks, self._worker = ranks, worker
 
-    async def run(self, phase: str, work: Callable[[], Awaitable[T]]) -> list[T]:
+    async def run(self, phase: str, work: Callable[[], Awaitable[T]], within_s: float | None = None) -> list[T]:
         """Do this rank's part of a phase; then all hear how it went on all. Every rank's value, or one error."""
         value, failure = None, None
         try:
@@ -32,7 +32,7 @@ class Phases:
             self._ranks.leave(phase)
             raise
         try:
-            return await self._worker.run(lambda: self._ranks.agree(phase, value, failure))
+            return await self._worker.run(lambda: self._ranks.agree(phase, value, failure, within_s))
         except asyncio.CancelledError:
             self._ranks.leave(phase)
             raise

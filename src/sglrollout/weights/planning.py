@@ -109,8 +109,7 @@ class Planner:
         """
         if leader is None and self._ranks.size == 1:
             raise ConfigError("rollout", None, "must be given: there is no other rank that could own engines")
-        device = _current_device()
-        self._worker.device = device
+        device = self._worker.device
         weights: list[Weight] = []
         token = secrets.token_hex(16)
 
@@ -140,6 +139,7 @@ class Planner:
         async def describe() -> list[WeightReport]:
             if leader is None:
                 return []
+            leader.pool.attached = None  # engines forget what another syncer planned
             return await leader.describe([weight.spec for weight in weights], self._options.allow_missing)
 
         reports = await self._phases.run("plan", describe)
@@ -147,7 +147,7 @@ class Planner:
         layout = _layout(weights, facts, reports, self._ranks.rank, device)
 
         async def share() -> Exports:
-            layout.check()
+            await self._worker.run(layout.check)
             return await self._worker.run(lambda: self._export(layout, method))
 
         exports = await self._phases.run("plan", share)
@@ -209,6 +209,8 @@ class Planner:
         }
         if any(wrong.values()):
             raise WeightNamesError(**wrong)
+        if any(report.dtypes != every[0].dtypes for report in every):
+            raise WeightSyncError("plan", "engines have their parameters in different dtypes: all must be alike")
         unsuited = next((report.unsuited for report in every if report.unsuited), "")
         if unsuited and self._options.method == "fast":
             raise WeightSyncError("plan", f'method="fast" does not suit this model: {unsuited}')
@@ -342,7 +344,7 @@ def _layout(
     return Layout(weights, first.dtypes, boxes, rank, device)
 
 
-def _current_device() -> Any:
+def current_device() -> Any:
     """The calling thread's GPU, which is the trainer's; ``None`` on a machine without one."""
     import torch
 

@@ -48,7 +48,7 @@ class PortableTransfer:
     def begin(self) -> None:
         """Once for each sync."""
         self._read = self._source.read()
-        if self._consumers and not self._flat:
+        if self._consumers:  # anew: sharing the same memory again and again would pile up records of it
             size, device = max(self._sizes, default=0), self._layout.device or "cpu"
             self._flat = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
 

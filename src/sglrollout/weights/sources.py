@@ -97,7 +97,9 @@ class ModuleSource:
         self._module, self._rename, self._transform = module, rename, transform
         self._names: list[tuple[str, int]] = []
         self._slots: list[_Slot] = []
-        self._sent: list[str] = []
+        self._ties: list[tuple[_Slot, _Slot]] = []
+        self._sent: list[list[str]] = []
+        """With a transform: the names that came of each slot."""
         self.persistent = transform is None
         self._refuse_what_this_does_not_take()
 
@@ -112,20 +114,22 @@ class ModuleSource:
         self._names = self._all_names()
         self._slots = self._find()
         if self._transform is not None:
-            weights = [_whole(name, tensor) for name, tensor in self._transformed()]
-            self._sent = [weight.spec.name for weight in weights]
-            return weights
+            self._sent = []
+            return [_whole(name, tensor) for name, tensor in self._transformed()]
         return [self._weight(slot, slot.tensor) for slot in self._slots]
 
     def changed(self) -> bool:
+        self._make_readable()
         if self._names != self._all_names():
             return True
-        return any(slot.has_changed() for slot in self._slots)
+        if any(slot.has_changed() for slot in self._slots):
+            return True
+        return any(self._identity(one.tensor) != self._identity(other.tensor) for one, other in self._ties)
 
     def read(self) -> Callable[[int], Any]:
         self._make_readable()
         if self._transform is not None:
-            return _in_order(self._transformed(), self._sent)
+            return _in_order(self._transformed(self._sent), [name for names in self._sent for name in names])
         slots = self._slots
         return lambda i: self._local(slots[i].tensor)
 
@@ -139,6 +143,7 @@ class ModuleSource:
     def _find(self) -> list[_Slot]:
         """Where each tensor is found, those that share memory once."""
         self._make_readable()
+        self._ties = []
         found: dict[object, _Slot] = {}
         for path, module in self._module.named_modules(remove_duplicate=False):
             buffers = module._buffers.keys() - module._non_persistent_buffers_set
@@ -154,6 +159,7 @@ class ModuleSource:
                 known = found.setdefault(self._identity(tensor), slot)
                 if known is not slot and renamed not in (known.name, *known.aliases):
                     known.aliases.append(renamed)
+                    self._ties.append((known, slot))
         return list(found.values())
 
     def _make_readable(self) -> None:
@@ -172,10 +178,25 @@ class ModuleSource:
     def _weight(self, slot: _Slot, tensor: Any) -> Weight:
         return _whole(slot.name, tensor, slot.aliases, slot.optional)
 
-    def _transformed(self) -> NamedTensors:
+    def _transformed(self, planned: Sequence[Sequence[str]] | None = None) -> NamedTensors:
+        """What the hook makes of each whole tensor.
+
+        Args:
+            planned: the names that came of each. With them, a hook that fails does not end this: other ranks are in the
+                gathers to come. The error comes in the place of each tensor.
+        """
         assert self._transform is not None
-        for slot in self._slots:
-            yield from self._transform(slot.name, self._full(slot.tensor))
+        for i, slot in enumerate(self._slots):
+            whole = self._full(slot.tensor)
+            try:
+                pairs = list(self._transform(slot.name, whole))
+            except Exception as error:
+                if planned is None:
+                    raise
+                pairs = [(name, error) for name in planned[i]]
+            if planned is None:
+                self._sent.append([name for name, _ in pairs])
+            yield from pairs
 
     def _full(self, tensor: Any) -> Any:
         return tensor.detach()
@@ -306,18 +327,24 @@ class TensorSource:
 def _in_order(pairs: NamedTensors, names: Sequence[str]) -> Callable[[int], Any]:
     """Reads pairs as they are asked for, keeping the last, and holds them against the planned names."""
     items = iter(pairs)
-    position, current = -1, None
+    position = -1
+    current: Any = None
 
     def read(i: int) -> Any:
         nonlocal position, current
         while position < i:
             name, tensor = next(items, ("nothing", None))
             position += 1
+            if isinstance(tensor, Exception):
+                current = tensor
+                continue
             if name != names[position]:
                 raise ConfigError("tensors", name, f"must come in the planned order: {names[position]!r} was to come")
             current = _plain(tensor)
             if position == len(names) - 1 and (more := next(items, None)) is not None:
                 raise ConfigError("tensors", more[0], "must not have more names than were planned for")
+        if isinstance(current, Exception):
+            raise current
         return current
 
     return read

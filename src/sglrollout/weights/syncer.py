@@ -17,7 +17,7 @@ from sglrollout.pool.pool import Pool
 from sglrollout.weights.control import Ranks
 from sglrollout.weights.leader import EngineFacts, Leader, PauseMode
 from sglrollout.weights.phases import Phases, beside, together
-from sglrollout.weights.planning import Method, Options, Plan, Planner
+from sglrollout.weights.planning import Method, Options, Plan, Planner, current_device
 from sglrollout.weights.report import SyncReport, VerifyReport
 from sglrollout.weights.sources import WeightSource
 from sglrollout.weights.worker import Worker
@@ -26,6 +26,7 @@ from sglrollout.wire.link import Listener
 if TYPE_CHECKING:
     from sglrollout.weights.portable import PortableTransfer
     from sglrollout.weights.transfer import Consumer
+    from sglrollout.weights.verify import Sums
 
 BUCKET_BYTES = 512 << 20
 """Two processes take turns on a GPU, and a turn costs a fraction of a millisecond: smaller buckets were slower."""
@@ -105,7 +106,7 @@ class WeightSyncer:
             raise ConfigError("allow_missing", allow_missing, "must be a list of patterns")
         self._rollout, self._source, self._timeout_s = rollout, source, float(timeout_s)
         options = Options(method, bucket_bytes, num_slots, self._timeout_s, list(allow_missing))
-        ranks, self._worker = Ranks(self._timeout_s), Worker()
+        ranks, self._worker = Ranks(self._timeout_s), Worker(current_device())
         self._phases = Phases(ranks, self._worker)
         self._directory = new_scratch()
         self._listener = Listener(self._directory)
@@ -214,6 +215,8 @@ class WeightSyncer:
                 plan_s = await self._make_plan(leader, engines)
             assert self._plan is not None
             moving[0] = True
+            if leader is not None:
+                leader.pool.last_version = version  # its number, whatever comes of it: no other weights may have it
             seconds = await self._move(leader, self._plan, mode, version)
         except BaseException as error:
             await self._after_failure(leader, error, moving[0])
@@ -252,9 +255,10 @@ class WeightSyncer:
                 times[0], attached = await leader.pause(mode, told)
                 outdated.append(plan.method == "fast" and not attached)
                 times[1] = await leader.wake_weights()
+                leader.refuse_garbage(plan.reports)
 
             await beside(pause if leader is not None else None, settle)
-            return _Stopped(any(outdated), leader.pool.weight_version if leader is not None else 0, *times)
+            return _Stopped(any(outdated), leader.pool.last_version if leader is not None else 0, *times)
 
         return await self._phases.run("pause", stop)
 
@@ -271,6 +275,8 @@ class WeightSyncer:
             return woken, *await leader.resume(version, flush=mode != "in_place")
 
         finished = await self._phases.run("resume", finish)
+        if leader is not None:
+            leader.publish(version)
         for i, name in enumerate(("wake_s", "flush_s", "resume_s")):
             seconds[name] = max(values[i] for values in finished)
         return seconds
@@ -353,12 +359,9 @@ class WeightSyncer:
             if leader is None:
                 return
             if moving:
-                leader.spoil(f"a weight sync failed: {type(error).__name__}: {error}")
-                return
-            try:
+                await leader.spoil(f"a weight sync failed: {type(error).__name__}: {error}")
+            else:
                 await leader.call_off()
-            except Exception as second:
-                leader.spoil(f"a weight sync failed, and engines did not go on: {second}")
 
     # ------------------------------------------------------------ verification
 
@@ -383,14 +386,18 @@ class WeightSyncer:
             return await self._verify(leader, plan, tolerance, begun)
 
     async def _verify(self, leader: Leader | None, plan: Plan, tolerance: float, begun: float) -> VerifyReport:
-        from sglrollout.weights.verify import canary, compare, own_sums, parts_of
+        from sglrollout.weights.verify import canary, compare, own_sums, parts_of, refuse_unequal
 
         comparable = not any(report.unsuited for report in plan.all_reports)
-        wanted = {part for report in plan.all_reports for part in parts_of(report, plan.layout.boxes)}
+
+        def own() -> Sums:
+            layout = plan.layout
+            wanted = {part for report in plan.all_reports for part in parts_of(report, layout.boxes)}
+            return own_sums(layout.weights, layout.dtypes, self._source, wanted)
 
         async def add_up() -> Any:
             layout = plan.layout
-            mine = await self._worker.run(lambda: own_sums(layout.weights, layout.dtypes, self._source, wanted))
+            mine = await self._worker.run(own)
             return {key: value for key, value in mine.items() if layout.weights[key[0]].ranks or plan.serves}
 
         sums: list[Any] = await self._phases.run("verify", add_up) if comparable else []
@@ -407,7 +414,8 @@ class WeightSyncer:
                 leader.num_bytes,
             )
 
-        answers = await self._phases.run("verify", hold_against)
+        answers = await self._phases.run("verify", hold_against, 2 * max(self._timeout_s, _COLD_S))
+        refuse_unequal([(tokens, logprobs) for _, tokens, logprobs, _ in answers if tokens], tolerance)
         version, tokens, logprobs, _ = next(answer for answer in answers if answer[1])
         return VerifyReport(
             version=version,

@@ -160,15 +160,23 @@ class Gatherer:
         return None
 
     def _copy_own(self, k: int, read: Read) -> None:
-        targets, sources = [], []
+        """Read all that this rank has of the bucket, also if one cannot be read: other ranks may be in the reading."""
+        targets, sources, failure = [], [], None
         for entry, box, view in self._targets[k]:
             weight = self._layout.weights[entry]
-            local = read(entry)
+            try:
+                local = read(entry)
+            except Exception as error:
+                failure = failure or error
+                continue
             if tuple(local.shape) != weight.box.size:
                 message = f"{weight.spec.name} is {list(local.shape)} here and was planned as {list(weight.box.size)}"
-                raise WeightSyncError("transfer", message)
+                failure = failure or WeightSyncError("transfer", message)
+                continue
             targets.append(view)
             sources.append(narrowed(local, box.within(weight.box)))
+        if failure is not None:
+            raise failure
         if targets:
             torch._foreach_copy_(targets, sources)
 
@@ -294,6 +302,7 @@ class Transfer:
 
     def _run(self, clock: Clock, failures: list[Exception]) -> dict[str, float]:
         gatherer, read = self._gatherer, self._source.read()
+        must_read = not self._source.persistent  # what is made as it comes may need all ranks for each tensor
         filling: list[tuple[int, Gathering]] = []
         self._num_loaded, self._load_s, gather_s = 0, 0.0, 0.0
         for k, bucket in enumerate(gatherer.buckets):
@@ -301,13 +310,16 @@ class Transfer:
                 self._announce(k, failures)
                 continue
             self._await_loaded(k - gatherer.num_slots, clock, failures)  # the bucket before it in its slot
-            filling.append((k, gatherer.launch(k, read if not failures else None)))
+            filling.append((k, gatherer.launch(k, read if must_read or not failures else None)))
             if len(filling) > 1:
                 gather_s += self._finish(*filling.pop(0), clock, failures)
         for item in filling:
             gather_s += self._finish(*item, clock, failures)
         for i in self._lazy:
-            read(i)
+            try:
+                read(i)
+            except Exception as error:
+                failures.append(error)
         self._await_loaded(len(gatherer.buckets) - 1, clock, failures)
         return {"gather_s": gather_s, "load_s": self._load_s}
 

@@ -92,6 +92,8 @@ async def canary(members: Sequence[Member], timeout_s: float, tolerance: float) 
     Raises:
         WeightSyncError: their answers differ, or are not numbers.
     """
+    if not members:
+        return [], []
     answers: list[Any] = [None] * len(members)
 
     async def ask(i: int) -> None:
@@ -120,16 +122,34 @@ async def canary(members: Sequence[Member], timeout_s: float, tolerance: float) 
             raise WeightSyncError("verify", f"the canary failed: {request.error}", engine=request.engine)
         if not all(math.isfinite(value) for value in request.logprobs):
             raise WeightSyncError("verify", "the canary's logprobs are not finite", engine=request.engine)
-        message = _difference(first, request, tolerance)
+        answer, first_answer = (request.token_ids, request.logprobs or ()), (first.token_ids, first.logprobs or ())
+        message = _difference(first_answer, answer, tolerance)
         if message:
             raise WeightSyncError("verify", f"{request.engine} {message} {first.engine}", engine=request.engine)
     return list(first.token_ids), list(first.logprobs or ())
 
 
-def _difference(one: Request, other: Request, tolerance: float) -> str:
+def refuse_unequal(answers: Sequence[tuple[Sequence[int], Sequence[float]]], tolerance: float) -> None:
+    """Whether the engines of all ranks answer alike.
+
+    Raises:
+        WeightSyncError: they do not, or there is no engine.
+    """
+    if not answers:
+        raise WeightSyncError("verify", "no rank owns a running engine")
+    for tokens, logprobs in answers[1:]:
+        message = _difference(answers[0], (tokens, logprobs), tolerance)
+        if message:
+            raise WeightSyncError("verify", f"an engine of one rank {message} an engine of another rank")
+
+
+def _difference(
+    one: tuple[Sequence[int], Sequence[float]], other: tuple[Sequence[int], Sequence[float]], tolerance: float
+) -> str:
     """Where two answers first differ by more than ``tolerance``, up to the first token that is another."""
-    pairs = zip(one.token_ids, other.token_ids, one.logprobs or (), other.logprobs or (), strict=False)
-    for k, (token, other_token, logprob, other_logprob) in enumerate(pairs):
+    for k, (token, other_token, logprob, other_logprob) in enumerate(
+        zip(one[0], other[0], one[1], other[1], strict=False)
+    ):
         if abs(logprob - other_logprob) > tolerance:
             return f"gives token {k} of the canary a logprob {abs(logprob - other_logprob):.4f} away from that of"
         if token != other_token:

@@ -102,8 +102,8 @@ class WeightSpec(msgspec.Struct, array_like=True, frozen=True):
 class WeightReport(msgspec.Struct, frozen=True):
     """What a TP rank says to a list of :class:`WeightSpec`: its parameters' dtypes, by weight, and what is wrong.
 
-    ``copies`` are, by weight, the boxes that this TP rank takes of it. ``unsuited`` says why this model cannot be
-    loaded by copying, and is empty when it can.
+    ``copies`` are, by weight, the boxes that this TP rank takes of it. ``unwritten`` are missing parameters that are
+    allowed to be. ``unsuited`` says why this model cannot be loaded by copying, and is empty when it can.
     """
 
     tp_rank: int
@@ -111,6 +111,7 @@ class WeightReport(msgspec.Struct, frozen=True):
     copies: list[list[Box]]
     unexpected: list[str]
     missing: list[str]
+    unwritten: list[str]
     duplicates: list[str]
     mismatched: list[str]
     unsuited: str
