@@ -125,7 +125,7 @@ class WeightSyncError(RolloutError):
     """A weight sync failed, on every rank alike. Engines that may hold half of it take no work until the next one.
 
     Attributes:
-        phase: where: ``plan``, ``wake``, ``pause``, ``transfer``, ``flush``, ``resume`` or ``verify``.
+        phase: where: ``plan``, ``pause``, ``wake``, ``transfer``, ``resume`` (flushes included) or ``verify``.
         reason: what happened.
         rank: the trainer rank on which it failed first; ``None`` outside of torch.distributed.
         engine: the engine concerned, if one is.

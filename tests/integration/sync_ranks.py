@@ -224,6 +224,31 @@ async def failing_shard(rollout: sr.AsyncRolloutEngine | None, path: Path) -> di
     return found
 
 
+async def failing_hook(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    """A hook raises on one rank, while the others go on to gather whole tensors."""
+    broken = [False]
+
+    def transform(name: str, tensor: Any) -> Any:
+        if broken[0] and dist.get_rank() == 1 and "layers.0.mlp" in name:
+            raise RuntimeError("the hook broke")
+        return [(name, tensor)]
+
+    found: dict[str, Any] = {"seconds": 0.0, "verified": [], "text": []}
+    methods: list[Literal["fast", "portable"]] = ["fast", "portable"]
+    for method in methods:
+        source = sr.FSDPSource(shard(trained(path, 6), "fsdp"), transform=transform)
+        async with sr.WeightSyncer(rollout, source, method=method, bucket_bytes=BUCKET_BYTES, timeout_s=20) as syncer:
+            await syncer.sync()
+            broken[0] = True
+            begun = time.monotonic()
+            found["text"].append((await failure(syncer.sync))["text"])
+            found["seconds"] = max(found["seconds"], time.monotonic() - begun)
+            broken[0] = False
+            await syncer.sync()
+            found["verified"].append((await syncer.verify()).num_weights)
+    return found
+
+
 async def two_owners(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
     """Both ranks own engines, of the same name."""
     other = None
@@ -289,6 +314,7 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
     "other_weights": other_weights,
     "failing_rank": failing_rank,
     "failing_shard": failing_shard,
+    "failing_hook": failing_hook,
     "two_owners": two_owners,
     "busy": busy,
     "killed_rank": lambda rollout, path: lost_rank(rollout, path, signal.SIGKILL),

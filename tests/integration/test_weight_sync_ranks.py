@@ -57,7 +57,7 @@ def alone(num_ranks: int, scenario: str, directory: Path, lost: int) -> list[dic
 
 
 def test_two_ranks_sync_sharded_and_whole_weights_and_survive_failures(tmp_path: Path) -> None:
-    scenarios = "cuts,after_a_forward,offloaded,two_owners,other_weights,failing_shard,failing_rank,busy"
+    scenarios = "cuts,after_a_forward,offloaded,two_owners,other_weights,failing_shard,failing_hook,failing_rank,busy"
     found = torchrun(2, scenarios, tmp_path, vocab_size=515)
     for of_rank in found:
         for way in ("fsdp", "fsdp, portable"):
@@ -75,6 +75,11 @@ def test_two_ranks_sync_sharded_and_whole_weights_and_survive_failures(tmp_path:
         assert "a shard is gone" in broken["text"]
         assert broken["seconds"] < 5  # known when the gathers are over, not at the deadline
         assert broken["verified"] == 24
+
+        gathering = of_rank["failing_hook"]
+        assert all("rank 1" in text and "the hook broke" in text for text in gathering["text"])
+        assert gathering["seconds"] < 10
+        assert gathering["verified"] == [24, 24]
 
         hook = of_rank["failing_rank"]
         assert (hook["type"], hook["phase"], hook["rank"]) == ("WeightSyncError", "transfer", 1)

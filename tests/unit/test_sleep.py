@@ -501,3 +501,28 @@ async def test_sleeping_without_tags_or_with_a_senseless_drain_is_refused() -> N
             await rollout.sleep([])
         with pytest.raises(sr.ConfigError, match="drain_s"):
             await rollout.sleep(drain_s=-1)
+
+
+async def test_a_sleep_or_wake_that_is_cancelled_leaves_the_truth_behind() -> None:
+    class Slow(Sleeper):
+        async def command(self, name: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+            answer = await super().command(name, timeout_s, **arguments)
+            await anyio.sleep(0.02)
+            return answer
+
+    engine = Slow()
+    async with rollout_of(engine) as rollout:
+        for delay_s in (0.0, 0.01, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2):
+            with anyio.move_on_after(delay_s):
+                await rollout.sleep()
+            assert states(rollout) == ["asleep" if engine.asleep else "ready"]
+            while engine.asleep:
+                with anyio.move_on_after(delay_s):
+                    await rollout.wake()
+                if engine.asleep:
+                    assert states(rollout) == ["asleep"]
+                    await rollout.wake()
+            for member in (await rollout._ready_pool()).members:
+                member.stale, member.garbage, member.paused = "", False, False
+            engine._paused = False
+            (await rollout._ready_pool()).changed()

@@ -869,3 +869,48 @@ async def test_engines_that_sleep_cannot_be_verified() -> None:
         await it.rollout.sleep()
         with pytest.raises(sr.LifecycleError, match="asleep"):
             await it.syncer.verify()
+
+
+async def test_an_engine_that_cannot_pause_does_not_take_the_others_along() -> None:
+    broken, well = Engine("engine-0"), Engine("engine-1")
+    async with bench(broken, well) as it:
+        await it.syncer.sync()
+        task = asyncio.ensure_future(it.rollout.generate([PROMPT, [9, 9]], sampling=LONG, on_error="return"))
+        await until(lambda: well.num_tokens > 10 and broken.num_tokens > 10)
+        broken.fail_command = failing("pause", "resume")
+        with pytest.raises(sr.WeightSyncError, match="engine-0"):
+            await it.syncer.sync()
+        assert it.states == ["stale", "ready"]
+        groups = await task
+        assert sorted(group.completions[0].finish_reason for group in groups) == ["error", "length"]
+        broken.fail_command = None
+        await it.syncer.sync()
+        assert it.states == ["ready", "ready"]
+
+
+async def test_a_version_that_a_failed_sync_began_with_is_not_given_to_other_weights() -> None:
+    engine = Engine(fail_command=failing("resume"))
+    async with bench(engine) as it:
+        with pytest.raises(sr.WeightSyncError):
+            await it.syncer.sync()
+        assert it.rollout.weight_version == 0
+        engine.fail_command = None
+        assert (await it.syncer.sync()).version == 2 == it.rollout.weight_version
+
+
+async def test_garbage_that_a_sync_would_leave_is_refused() -> None:
+    class Partial(ScriptedEngine):
+        async def command(self, name: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+            answer = await super().command(name, timeout_s, **arguments)
+            if name == "describe_weights":
+                answer["reports"][0]["unwritten"] = ["head.weight"]
+            return answer
+
+    async with bench(Partial(memory_saver=True), allow_missing=["head.*"]) as it:
+        await it.syncer.sync()
+        await it.rollout.sleep(["kv_cache"])
+        await it.syncer.sync()
+        await it.rollout.sleep(["weights"])
+        with pytest.raises(sr.WeightNamesError, match=r"head\.weight"):
+            await it.syncer.sync()
+        assert it.states == ["stale"]

@@ -524,7 +524,7 @@ def test_a_rank_that_cannot_pack_takes_part_in_every_gather_before_it_fails(list
     with pytest.raises(RuntimeError, match="a shard is gone"):
         transfer.run(5, never)
     assert launched == list(range(transfer.num_buckets))
-    assert len(calls) < transfer.num_buckets
+    assert len(calls) == transfer.num_buckets  # to make them may take all ranks, too
     transfer.close()
     engine.join()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One sync, the same on every rank. Seconds are wall time on the leader, or the longest of any rank.
+    """One sync. Seconds are wall time on the leader, or the longest of any rank.
 
     Attributes:
         version: of the weights that engines have now.
@@ -102,6 +102,8 @@ class VerifyReport:
     seconds: float
 
     def __str__(self) -> str:
+        if not self.num_weights:
+            return f"version {self.version}: {self.num_engines} engines answer alike; their weights cannot be compared"
         return (
             f"version {self.version}: {self.num_weights} weights are bitwise equal in {self.num_engines} engines "
             f"({self.num_bytes / 1e9:.3g} GB summed in {self.seconds:.2f} s), and all answer alike"

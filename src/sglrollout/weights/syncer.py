@@ -71,7 +71,7 @@ class WeightSyncer:
         bucket_bytes: gathered and loaded at a time; ``num_slots`` times that is the extra memory on each GPU, or less
             for a smaller model. Weights that engines read where they are take none.
         num_slots: buckets under way at once, at least 2.
-        timeout_s: for each phase of a sync. Whatever happens, every rank hears of it within about that time.
+        timeout_s: for each step of a sync. A rank that is stuck is given up after twice that and 20 s.
         allow_missing: patterns (``fnmatch``) of engine parameters that need not be written.
 
     Raises:
@@ -152,7 +152,7 @@ class WeightSyncer:
             version: of these weights, greater than all before; by default one more.
 
         Returns:
-            the same on every rank.
+            what was done and how long it took; the same on every rank, but for ``plan_s``, ``total_s``, ``num_buckets``.
 
         Raises:
             WeightNamesError: trainer and engines do not have the same weights. Nothing was sent; engines serve on.
