@@ -152,7 +152,7 @@ class WeightSyncer:
             version: of these weights, greater than all before; by default one more.
 
         Returns:
-            what was done and how long it took; the same on every rank, but for ``plan_s``, ``total_s``, ``num_buckets``.
+            what was done and how long it took: the same on every rank, ``plan_s``, ``total_s``, ``num_buckets`` apart.
 
         Raises:
             WeightNamesError: trainer and engines do not have the same weights. Nothing was sent; engines serve on.
