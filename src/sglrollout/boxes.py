@@ -92,12 +92,30 @@ def box_of_view(shape: Sequence[int], offset: int, size: Sequence[int], strides:
 
 def cover(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
     """Whether the boxes are all of a tensor of ``shape``, each element once."""
-    boxes = sorted((box for box in boxes if box.numel), key=lambda box: box.start)
+    boxes = [box for box in boxes if box.numel]
     whole = Box.whole(shape)
     if sum(box.numel for box in boxes) != whole.numel or any(box.intersect(whole) != box for box in boxes):
         return False
-    cut = {d for box in boxes for d in range(len(shape)) if box.size[d] != shape[d]}
-    if len(cut) == 1:  # the usual case, in time that many ranks do not square
-        d = cut.pop()
-        return all(a.start[d] + a.size[d] <= b.start[d] for a, b in pairwise(boxes))
+    if len({box.start for box in boxes}) < len(boxes):
+        return False
+    if _is_grid(shape, boxes):  # the usual case, in time that many ranks do not square
+        return True
     return not any(a.intersect(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether the boxes, which begin at different places, are all cells of a grid: what sharding makes."""
+    edges: list[dict[int, int]] = [{} for _ in shape]
+    for box in boxes:
+        for d, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
+            if edges[d].setdefault(start, size) != size:
+                return False
+    for d, sizes in enumerate(edges):
+        end = 0
+        for start in sorted(sizes):
+            if start != end:
+                return False
+            end = start + sizes[start]
+        if end != shape[d]:
+            return False
+    return len(boxes) == math.prod(len(sizes) for sizes in edges)

@@ -242,3 +242,10 @@ def test_the_shards_of_many_ranks_are_checked_without_comparing_each_with_each()
     boxes = Box.whole((20_000, 1)).split(20_000)  # two hundred million pairs: several minutes
     assert cover((20_000, 1), boxes)
     assert not cover((20_000, 1), [*boxes[:-1], boxes[0]])
+
+
+def test_a_grid_of_shards_is_checked_as_fast_and_a_hole_in_it_is_seen() -> None:
+    cells = [Box((i * 2, j * 3), (2, 3)) for i in range(200) for j in range(200)]
+    assert cover((400, 600), cells)
+    assert not cover((400, 600), cells[1:])
+    assert not cover((400, 600), [*cells[1:], cells[1]])

@@ -267,7 +267,7 @@ class FSDPSource(ModuleSource):
         sharded = tuple(
             d for d, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(d) > 1
         )
-        key = (id(mesh), sharded)
+        key = (mesh, sharded)
         if key not in self._groups:
             if not sharded:
                 self._groups[key] = ((), None)
