@@ -173,21 +173,22 @@ class Leader:
         """Engines may hold half of a sync: what they run fails, and they stay paused with nothing in them."""
         spoilt = [member for member in (self.members if members is None else members) if member.serving]
         self.pool.spoil(spoilt, reason)
-        for member in spoilt:
-            with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
-                await member.engine.command("pause", _DETACH_S, mode="retract")
+        with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
+            await to_the_end(partial(member.engine.command, "pause", _DETACH_S, mode="retract") for member in spoilt)
 
     async def call_off(self) -> None:
         """The sync failed before any weight moved: engines go on as they were, each that can."""
-        version = self.pool.weight_version
-        for member in [member for member in self.members if member.held]:
-            try:
-                if member.serving and not member.asleep and not member.stale:
-                    await member.engine.command("resume", self._timeout_s, version=version, flush=False)
-                    member.paused = False
-                self.pool.release([member])
-            except RolloutError as error:
-                await self.spoil(f"a weight sync was called off, and it did not go on: {error}", [member])
+        await to_the_end(partial(self._go_on, member) for member in self.members if member.held)
+
+    async def _go_on(self, member: Member) -> None:
+        try:
+            if member.serving and not member.asleep and not member.stale:
+                version = self.pool.weight_version
+                await member.engine.command("resume", self._timeout_s, version=version, flush=False)
+                member.paused = False
+            self.pool.release([member])
+        except RolloutError as error:
+            await self.spoil(f"a weight sync was called off, and it did not go on: {error}", [member])
 
     async def _all(
         self,
