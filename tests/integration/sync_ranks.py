@@ -284,14 +284,32 @@ async def busy(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, A
     return found
 
 
-async def lost_rank(rollout: sr.AsyncRolloutEngine | None, path: Path, how: signal.Signals) -> dict[str, Any]:
-    """Rank 1 dies, or stops, between two syncs."""
-    syncer = sr.WeightSyncer(rollout, sr.FSDPSource(shard(trained(path, 1), "fsdp")), timeout_s=8)
+async def lost_rank(
+    rollout: sr.AsyncRolloutEngine | None, path: Path, how: signal.Signals, in_a_gather: bool = False
+) -> dict[str, Any]:
+    """Rank 1 dies, or stops: between two syncs, or in the middle of one."""
+    source = sr.FSDPSource(shard(trained(path, 1), "fsdp"))
+    read, reading = source.read, [False]
+
+    def deadly_read() -> Callable[[int], Any]:
+        inner, calls = read(), [0]
+
+        def one(i: int) -> Any:
+            calls[0] += 1
+            if reading[0] and dist.get_rank() == 1 and calls[0] > 5:
+                os.kill(os.getpid(), how)
+            return inner(i)
+
+        return one
+
+    source.read = deadly_read  # type: ignore[method-assign]
+    syncer = sr.WeightSyncer(rollout, source, bucket_bytes=BUCKET_BYTES, timeout_s=8)
     await syncer.sync()
     verified = (await syncer.verify()).num_weights
-    if dist.get_rank() == 1:
+    if dist.get_rank() == 1 and not in_a_gather:
         os.kill(os.getpid(), how)
         await asyncio.sleep(60)
+    reading[0] = in_a_gather
     await asyncio.sleep(0.5)
     begun = time.monotonic()
     found = await failure(syncer.sync)
@@ -317,7 +335,7 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
     "failing_hook": failing_hook,
     "two_owners": two_owners,
     "busy": busy,
-    "killed_rank": lambda rollout, path: lost_rank(rollout, path, signal.SIGKILL),
+    "rank_killed_in_a_gather": lambda rollout, path: lost_rank(rollout, path, signal.SIGKILL, in_a_gather=True),
     "stopped_rank": lambda rollout, path: lost_rank(rollout, path, signal.SIGSTOP),
 }
 

@@ -110,7 +110,7 @@ def test_four_ranks_sync_every_way_to_cut_a_model_into_an_engine_with_two_tp_ran
 
 
 @pytest.mark.parametrize(
-    ("scenario", "within_s", "text"), [("killed_rank", 5, "is gone"), ("stopped_rank", 40, "did not come")]
+    ("scenario", "within_s", "text"), [("rank_killed_in_a_gather", 20, "is gone"), ("stopped_rank", 40, "did not come")]
 )
 def test_a_rank_that_is_lost_fails_the_others_in_time_and_hangs_none(
     tmp_path: Path, scenario: str, within_s: float, text: str

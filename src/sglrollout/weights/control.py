@@ -126,7 +126,8 @@ class Ranks:
                 outcomes.append(Outcome(rank, phase, error=failure))
         if failure is not None:
             self._leave_last_words(failure)
-        data = _packed(outcomes)
+        # A rank that is gone comes first: what others saw of it, such as a broken gather, says less.
+        data = _packed(outcomes if failure is None else sorted(outcomes, key=lambda told: told.error is not failure))
         for rank in range(1, self.size):
             with contextlib.suppress(RuntimeError):
                 self._send(rank, data, timeout)
