@@ -38,7 +38,22 @@ class AsyncItems(Protocol[Item]):
     async def aclose(self) -> None: ...
 
 
-class _Blocking(Generic[T]):
+class _Closing:
+    """Closed by ``with``."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Blocking(_Closing, Generic[T]):
     """The items of an async iterator, by a plain ``for``. Leaving the loop early aborts what still runs."""
 
     def __init__(self, items: AsyncItems[T], call: Callable[..., Any]) -> None:
@@ -57,14 +72,6 @@ class _Blocking(Generic[T]):
     def close(self) -> None:
         """Abort what still runs."""
         self._call(self._items.aclose)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class BlockingStream(_Blocking[Chunk]):
@@ -86,7 +93,7 @@ class BlockingGroupStream(_Blocking[Group]):
     """Groups of one call in the order in which they complete, by ``for``."""
 
 
-class BlockingWeightSyncer:
+class BlockingWeightSyncer(_Closing):
     """:class:`WeightSyncer` without ``async``, for a :class:`RolloutEngine`.
 
     Arguments, options and errors are those of :class:`WeightSyncer`; on ranks without engines ``rollout`` is ``None``.
@@ -113,14 +120,6 @@ class BlockingWeightSyncer:
     def close(self) -> None:
         """Give back shared memory, links and the thread."""
         self._call(self._inner.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _call(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         if self._rollout is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,6 +16,8 @@ from hypothesis import strategies as st
 from sglrollout.engine import scheduler_outputs
 from sglrollout.engine.scheduler_outputs import Step, _Sender, change_version
 from sglrollout.wire.messages import Output
+from tests import scheduler_requests
+from tests.scheduler_requests import sample
 
 STREAMER = SimpleNamespace(send_to_detokenizer=SimpleNamespace(socket=object()))
 QUIET_STREAMER = SimpleNamespace(send_to_detokenizer=SimpleNamespace(socket=None))
@@ -31,27 +32,7 @@ class Ended:
 
 def request(rid: int = 0, stream: bool = True, interval: int = 100) -> Any:
     """Of those that are sent rarely: its first token at once, and then a hundred at a time."""
-    return SimpleNamespace(
-        rid=f"{rid:016x}",
-        origin_input_ids=[1, 2, 3],
-        cached_tokens=0,
-        output_ids=array("q"),
-        send_token_offset=0,
-        finished_reason=None,
-        finished_output=None,
-        finished_len=None,
-        stream=stream,
-        sampling_params=SimpleNamespace(stream_interval=interval),
-        return_logprob=True,
-        logprob=SimpleNamespace(output_token_logprobs_val=[], output_token_logprobs_idx=[]),
-    )
-
-
-def sample(req: Any, *tokens: int) -> None:
-    for token in tokens:
-        req.output_ids.append(token)
-        req.logprob.output_token_logprobs_val.append(-token / 1000)
-        req.logprob.output_token_logprobs_idx.append(token)
+    return scheduler_requests.request(rid=rid, stream=stream, interval=interval)
 
 
 class Sent(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from sglrollout.engine.scheduler_outputs import _output, to_finish
 from sglrollout.wire.messages import Output
+from tests.scheduler_requests import request, sample
 
 NAN = "the model produced NaN, or a token outside its vocabulary"
 
@@ -24,31 +23,6 @@ class FinishedReason:
 
     def to_json(self) -> dict[str, Any]:
         return self.said
-
-
-def request(*, rid: int = 5, stream: bool = True, interval: int | None = 1, logprobs: bool = True) -> Any:
-    """The attributes of SGLang's ``Req`` that are read, as it begins with them."""
-    return SimpleNamespace(
-        rid=f"{rid:016x}",
-        origin_input_ids=[1, 2, 3],
-        cached_tokens=2,
-        output_ids=array("q"),
-        send_token_offset=0,
-        finished_reason=None,
-        finished_output=None,
-        finished_len=None,
-        stream=stream,
-        sampling_params=SimpleNamespace(stream_interval=interval),
-        return_logprob=logprobs,
-        logprob=SimpleNamespace(output_token_logprobs_val=[], output_token_logprobs_idx=[]),
-    )
-
-
-def sample(req: Any, *tokens: int) -> None:
-    for token in tokens:
-        req.output_ids.append(token)
-        req.logprob.output_token_logprobs_val.append(-token / 1000)
-        req.logprob.output_token_logprobs_idx.append(token)
 
 
 def sent(req: Any, steps: list[list[int]], finished_len: int | None = None) -> list[Output]:

@@ -96,7 +96,6 @@ class EngineHost:
 
     async def _receive(self) -> None:
         engine = self._engine
-        assert engine is not None
         while (message := await self._channel.receive()) is not None:
             match message:
                 case Generate():

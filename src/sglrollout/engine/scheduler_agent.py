@@ -64,7 +64,6 @@ class Agent:
         self._runner = scheduler.tp_worker.model_runner
         self._tp_rank = int(scheduler.tp_group.rank_in_group)
         self._weights: list[WeightSpec] = []
-        self._allow_missing: list[str] = []
         self._recording: Any = None
         self._addresses: tuple[int, ...] = ()
         self._loader: Any = None
@@ -87,9 +86,11 @@ class Agent:
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
+        from sglrollout.engine.scheduler_loader import synchronize
+
         self._scheduler.pause_generation(PauseGenerationReqInput(mode=mode))
         synchronize()  # a step may be under way on the device, and must not read what a sync writes
-        return self._loader is not None and self._addresses_now() == self._addresses
+        return self._loader is not None and self._is_where_recorded()
 
     def resume(self, version: int, flush: bool) -> dict[str, float]:
         """Take steps again, after a flush if that is wanted. Tokens sampled from here on are of ``version``.
@@ -138,11 +139,10 @@ class Agent:
         """Find out where these weights would go; forget what was attached for others."""
         self.detach()
         self._weights = msgspec.convert(weights, list[WeightSpec])
-        self._allow_missing = allow_missing
-        self._record()
+        self._record(allow_missing)
         found = self._recording
         dtypes = [weight.dtype for weight in self._weights]
-        copies: list[list[Any]] = [[] for _ in self._weights]
+        copies: list[list[Box]] = [[] for _ in self._weights]
         for copy in found.copies if not found.unsuited else ():
             dtypes[copy.entry] = str(copy.target.dtype).removeprefix("torch.")
             copies[copy.entry].append(copy.box)
@@ -156,7 +156,6 @@ class Agent:
             duplicates=found.duplicates,
             mismatched=found.mismatched,
             unsuited=found.unsuited,
-            num_parameters=len(self._addresses),
         )
 
     def attach(self, links: list[list[str]], engine: str, timeout_s: float) -> None:
@@ -181,42 +180,39 @@ class Agent:
         """
         if self._loader is None:
             raise StaleRecordingError("no trainer is attached to this engine")
-        if self._addresses_now() != self._addresses:
+        if not self._is_where_recorded():
             self.detach()
             raise StaleRecordingError("the engine's parameters have moved since they were recorded")
-        begun = time.perf_counter()
         measured: dict[str, float] = self._loader.load(timeout_s)
-        return {**measured, "wall_s": time.perf_counter() - begun}
+        return measured
 
     def checksum(self, boxes: list[Any]) -> dict[str, Any]:
         """Sums of what each recorded copy wrote, cut by ``boxes``: by weight, copy, and box of that weight."""
         from sglrollout.checksum import checksum
 
-        if self._recording is None or self._addresses_now() != self._addresses:
+        if self._recording is None or not self._is_where_recorded():
             raise StaleRecordingError("the engine's parameters have moved since they were recorded")
         by_weight = msgspec.convert(boxes, list[list[Box]])
-        copies: list[list[Any]] = [[] for _ in by_weight]
-        for copy in self._recording.copies:
-            copies[copy.entry].append(copy)
         sums, num_bytes = [], 0
-        for i, of_weight in enumerate(copies):
-            for copy in of_weight:
-                for box in by_weight[i]:
-                    met = copy.box.intersect(box)
-                    if met is not None:
-                        part = narrowed(copy.target, met.within(copy.box))
-                        sums.append(checksum(part))
-                        num_bytes += part.nbytes
+        for copy in sorted(self._recording.copies, key=lambda copy: copy.entry):
+            for box in by_weight[copy.entry]:
+                met = copy.box.intersect(box)
+                if met is not None:
+                    part = narrowed(copy.target, met.within(copy.box))
+                    sums.append(checksum(part))
+                    num_bytes += part.nbytes
         return {"sums": sums, "num_bytes": num_bytes}
 
-    def _record(self) -> None:
+    def _record(self, allow_missing: list[str]) -> None:
         from sglrollout.engine.scheduler_recorder import record
 
-        draft = "speculative decoding has a draft model beside it" if self._scheduler.draft_worker is not None else ""
         self._addresses = self._addresses_now()
-        self._recording = record(self._runner.model, self._weights, self._allow_missing)
-        if draft:
-            self._recording = self._recording._replace(unsuited=self._recording.unsuited or draft)
+        self._recording = record(self._runner.model, self._weights, allow_missing)
+        if self._scheduler.draft_worker is not None and not self._recording.unsuited:
+            self._recording = self._recording._replace(unsuited="speculative decoding has a draft model beside it")
+
+    def _is_where_recorded(self) -> bool:
+        return self._addresses_now() == self._addresses
 
     def _addresses_now(self) -> tuple[int, ...]:
         return tuple(parameter.data_ptr() for parameter in self._runner.model.parameters())
@@ -234,14 +230,6 @@ class Agent:
     def _num_pending_results(self) -> int:
         """Steps that the device has run and whose tokens are not counted yet (overlapped scheduling)."""
         return len(getattr(self._scheduler, "result_queue", ()) or ()) if self._scheduler.enable_overlap else 0
-
-
-def synchronize() -> None:
-    """Wait for all that this process has given its device to do."""
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 class StaleRecordingError(Exception):

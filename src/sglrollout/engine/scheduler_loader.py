@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglrollout.boxes import narrowed
-from sglrollout.engine.scheduler_recorder import Recording
+from sglrollout.engine.scheduler_recorder import Copy, Recording
 from sglrollout.errors import ChannelError
 from sglrollout.wire.link import STAGING, Failed, Filled, Joined, Loaded, Mapped, Offer, Piece, Region, connect
 
@@ -46,6 +46,9 @@ class Loader:
         self._recording = recording
         self._link = connect(path, timeout_s)
         self._batches: list[_Batch] = []
+        self._copies: dict[int, list[Copy]] = {}
+        for copy in recording.copies:
+            self._copies.setdefault(copy.entry, []).append(copy)
         try:
             self._link.send(Joined(token, engine, tp_rank))
             offer, fds = self._link.receive_with_fds(timeout_s)
@@ -69,7 +72,7 @@ class Loader:
         Raises:
             TimeoutError, ChannelError: the trainer stopped; the parameters are half old and half new.
         """
-        _synchronize()
+        synchronize()
         busy_s, num_bytes = 0.0, 0
         try:
             for fill in self._recording.fills:
@@ -102,7 +105,7 @@ class Loader:
             target.copy_(source)
         if batch.small[0]:
             torch._foreach_copy_(*batch.small)
-        _synchronize()
+        synchronize()
         return int(sum(target.nbytes for target in batch.targets))
 
     @cached_property
@@ -111,15 +114,12 @@ class Loader:
 
     def _batch(self, pieces: list[Piece], regions: list[_Mapped], offer: Offer) -> _Batch:
         batch = _Batch(([], []), [], [])
-        by_entry: dict[int, list[Any]] = {}
-        for copy in self._recording.copies:
-            by_entry.setdefault(copy.entry, []).append(copy)
         for piece in pieces:
             dtypes = offer.staged if piece.region == STAGING else offer.own
             dtype, region = getattr(torch, dtypes[piece.entry]), regions[piece.region]
             end = piece.offset + piece.box.numel * dtype.itemsize
             data = region.bytes[piece.offset : end].view(dtype).view(piece.box.size)
-            for copy in by_entry.get(piece.entry, ()):
+            for copy in self._copies.get(piece.entry, ()):
                 met = copy.box.intersect(piece.box)
                 if met is None:
                     continue
@@ -181,6 +181,7 @@ def _map_cuda(region: Region) -> _Mapped:
     return _Mapped(tensor.set_(storage, 0, (region.num_bytes,), (1,)), is_far)
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for all that this process has given its device to do."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

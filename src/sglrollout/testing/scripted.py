@@ -317,7 +317,6 @@ class ScriptedEngine:
                 "unwritten": [],
                 "duplicates": [],
                 "mismatched": [],
-                "num_parameters": 0,
             },
             "unsuited": "a scripted engine has no parameters",
         }

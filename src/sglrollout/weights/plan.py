@@ -101,7 +101,7 @@ class _Packer:
         self._used: list[int] = []
 
     def add(self, entry: int, weight: Planned, boxes: Sequence[Box]) -> None:
-        sizes = [_aligned(box.numel * weight.itemsize) for box in boxes]
+        sizes = [aligned(box.numel * weight.itemsize) for box in boxes]
         bucket = self.buckets[-1] if self.buckets else None
         if bucket is None or bucket.ranks != weight.ranks or self._is_full(sizes):
             bucket = Bucket(weight.ranks, 0, [[] for _ in boxes])
@@ -120,7 +120,7 @@ class _Packer:
 
 def _cut(weight: Planned, bucket_bytes: int) -> list[tuple[Box, ...]]:
     """The boxes of each rank in as many parts as it takes for a part of all of them to fit into a bucket."""
-    share = max(_aligned(box.numel * weight.itemsize) for box in weight.boxes)
+    share = max(aligned(box.numel * weight.itemsize) for box in weight.boxes)
     rows = max((box.size[0] for box in weight.boxes if box.size), default=1)
     num_parts = min(max(1, math.ceil(share * len(weight.boxes) / bucket_bytes)), max(1, rows))
     while num_parts < rows and _largest_part(weight, num_parts) * len(weight.boxes) > bucket_bytes:
@@ -131,9 +131,10 @@ def _cut(weight: Planned, bucket_bytes: int) -> list[tuple[Box, ...]]:
 
 def _largest_part(weight: Planned, num_parts: int) -> int:
     return max(
-        _aligned(math.ceil(box.size[0] / num_parts) * math.prod(box.size[1:]) * weight.itemsize) for box in weight.boxes
+        aligned(math.ceil(box.size[0] / num_parts) * math.prod(box.size[1:]) * weight.itemsize) for box in weight.boxes
     )
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """The next place at which a tensor of any dtype may begin."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

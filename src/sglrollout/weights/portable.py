@@ -19,11 +19,10 @@ import torch.multiprocessing as torch_multiprocessing
 from torch.multiprocessing import reductions
 
 from sglrollout.boxes import narrowed
-from sglrollout.weights.plan import plan_buckets
+from sglrollout.weights.plan import aligned, plan_buckets
 from sglrollout.weights.sources import WeightSource
 from sglrollout.weights.transfer import Consumer, Gatherer, Layout
 
-_ALIGNMENT_BYTES = 256  # of every dtype a multiple
 _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 
@@ -74,7 +73,7 @@ class PortableTransfer:
         return list(dict.fromkeys(piece.entry for part in self._gatherer.buckets[k].parts for piece in part))
 
     def _flat_bytes(self, k: int) -> int:
-        return sum(_aligned(self._nbytes(entry)) for entry in self._entries(k))
+        return sum(aligned(self._nbytes(entry)) for entry in self._entries(k))
 
     def _nbytes(self, entry: int) -> int:
         itemsize: int = getattr(torch, self._layout.dtypes[entry]).itemsize
@@ -100,7 +99,7 @@ class PortableTransfer:
                         numel=end - position,
                     )
                 )
-            position += _aligned(self._nbytes(entry))
+            position += aligned(self._nbytes(entry))
         data = self._gatherer.staging.bytes
         for piece in self._gatherer.buckets[k].pieces(self._gatherer.start(k)):
             view = views[piece.entry]
@@ -111,10 +110,6 @@ class PortableTransfer:
     def close(self) -> None:
         self._flat.clear()
         self._gatherer.close()
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _payload(flat: torch.Tensor, described: list[SimpleNamespace]) -> bytes:

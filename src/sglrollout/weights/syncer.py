@@ -201,7 +201,7 @@ class WeightSyncer:
         return leader, scope
 
     async def _sync(self, leader: Leader | None, mode: PauseMode, version: int | None, begun: float) -> SyncReport:
-        plan_s, moving = 0.0, [False]
+        plan_s, moving = 0.0, False
         engines = leader.facts() if leader is not None else []
         if self._plan is None:  # on every rank alike
             plan_s = await self._make_plan(leader, engines)
@@ -214,12 +214,12 @@ class WeightSyncer:
             if any(rank.is_outdated for rank in stopped):
                 plan_s = await self._make_plan(leader, engines)
             assert self._plan is not None
-            moving[0] = True
+            moving = True
             if leader is not None:
                 leader.pool.last_version = version  # its number, whatever comes of it: no other weights may have it
             seconds = await self._move(leader, self._plan, mode, version)
         except BaseException as error:
-            await self._after_failure(leader, error, moving[0])
+            await self._after_failure(leader, error, moving)
             raise
         seconds["pause_s"] = max(rank.pause_s for rank in stopped)
         seconds["wake_s"] += max(rank.wake_s for rank in stopped)

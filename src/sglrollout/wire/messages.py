@@ -115,7 +115,6 @@ class WeightReport(msgspec.Struct, frozen=True):
     duplicates: list[str]
     mismatched: list[str]
     unsuited: str
-    num_parameters: int
 
 
 class Stop(msgspec.Struct, tag="stop"):
