@@ -56,6 +56,8 @@ class Completion:
         engine: name of the engine that served it.
         error: what went wrong, when ``finish_reason`` is ``error`` or ``abort``.
         index: position in its group.
+        loss_mask: of a session's several turns: 1 where the model sampled the token, 0 where a template, a tool or a
+            user wrote it (its logprob is 0.0), ``[T]``; ``None`` when the model sampled all.
     """
 
     prompt_ids: tuple[int, ...] = field(repr=False)
@@ -69,6 +71,7 @@ class Completion:
     timings: Timings | None = None
     error: Exception | None = None
     index: int = 0
+    loss_mask: tuple[int, ...] | None = field(default=None, repr=False)
     _detokenize: Detokenizer | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +79,8 @@ class Completion:
             raise AssertionError(
                 f"{len(self.token_ids)} token ids came with {len(self.logprobs)} logprobs; refusing to pair them"
             )
+        if self.loss_mask is not None and len(self.loss_mask) != len(self.token_ids):
+            raise AssertionError(f"{len(self.token_ids)} token ids came with a mask of {len(self.loss_mask)}")
 
     def __getstate__(self) -> dict[str, object]:
         """For pickling: with the text in place of what decodes it."""
@@ -101,12 +106,23 @@ class Group:
         prompt_ids: the prompt's token ids, ``[P]``.
         completions: the ``n`` samples, by sample index.
         index: the prompt's position in the call.
+        data: what came with the prompt, for its reward.
+        rewards: of the samples, ``[n]``; ``None`` for one that failed. ``None`` altogether where nothing rewards.
     """
 
     prompt: Prompt
     prompt_ids: tuple[int, ...] = field(repr=False)
     completions: tuple[Completion, ...]
     index: int = 0
+    data: object = field(default=None, repr=False)
+    rewards: tuple[float | None, ...] | None = None
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The weight version of its oldest sampled token; ``None`` when it has no token."""
+        return min(
+            (span.version for completion in self.completions for span in completion.weight_versions), default=None
+        )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Hashable
@@ -15,7 +16,7 @@ from sglrollout.errors import ConfigError, EngineDiedError, RequestTimeoutError
 from sglrollout.pool.dispatcher import Lease
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.text import Tokenizer, check_token_ids
-from sglrollout.types import Completion, Prompt, Timings
+from sglrollout.types import Completion, Prompt, Timings, VersionSpan
 from sglrollout.wire.messages import EngineInfo, Finish
 
 
@@ -29,12 +30,15 @@ class Prepared:
 
 
 class Sample:
-    """A request and the slot it holds. Whatever ends it, frees the slot."""
+    """A request and the slot it holds. Whatever ends it, frees the slot.
 
-    __slots__ = ("_lease", "_timer", "index", "on_end", "request")
+    ``prior`` is what an earlier request sampled of the same completion; this one goes on after it.
+    """
 
-    def __init__(self, request: Request, index: int) -> None:
-        self.request, self.index = request, index
+    __slots__ = ("_lease", "_timer", "index", "on_end", "prior", "request")
+
+    def __init__(self, request: Request, index: int, prior: Completion | None = None) -> None:
+        self.request, self.index, self.prior = request, index, prior
         self.on_end: Callable[[Sample], None] | None = None
         self._lease: Lease[Member] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -142,16 +146,25 @@ class Sampler:
         chunk_tokens: int = 0,
         timeout_s: float | None = None,
         on_end: Callable[[Sample], None] | None = None,
+        prior: Completion | None = None,
     ) -> Sample:
         """Wait for a slot and hand one sample to an engine. One whose deadline passes first is returned as ended.
+
+        Args:
+            prior: go on after its tokens, as if they had just been sampled; see :func:`resumable`.
 
         Raises:
             QueueFullError, NoEngineError: it never reached an engine.
         """
-        request = Request(prepared.ids, self._wire(sampling, prepared.room, index), chunk_tokens)
-        sample = Sample(request, index)
+        ids, room = prepared.ids, prepared.room
+        if prior is not None:
+            ids = ids + prior.token_ids
+            room = min(room, sampling.max_new_tokens) - len(prior.token_ids)
+            sampling = _rest(sampling, len(prior.token_ids))
+        request = Request(ids, self._wire(sampling, room, index), chunk_tokens)
+        sample = Sample(request, index, prior)
         sample.on_end = on_end
-        if prepared.room <= 0:
+        if room <= 0:
             request.end(Finish("length", message="the prompt leaves no room in the context"))
             return sample
         deadline = None if timeout_s is None else request.created_s + timeout_s
@@ -200,7 +213,7 @@ class Sampler:
                 return tokenizer.completion_text(completion, skip)
 
         first, last = request.first_token_s, request.finished_s or time.monotonic()
-        return Completion(
+        completion = Completion(
             prompt_ids=prepared.ids,
             token_ids=tuple(request.token_ids),
             logprobs=None if request.logprobs is None else tuple(request.logprobs),
@@ -218,3 +231,38 @@ class Sampler:
             index=sample.index,
             _detokenize=detokenize,
         )
+        return completion if sample.prior is None else joined(sample.prior, completion)
+
+
+def resumable(sampling: Sampling) -> bool:
+    """Whether a cut completion can be resumed from its tokens and be distributed as if it had not been cut.
+
+    An engine takes those tokens for a part of the prompt. Grammars would start over, penalties would not count them,
+    and a stop string that straddles the cut would not be seen.
+    """
+    grammar = sampling.json_schema or sampling.regex or sampling.ebnf
+    penalized = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1.0
+    return not (grammar or penalized or sampling.stop)
+
+
+def joined(prior: Completion, rest: Completion) -> Completion:
+    """One completion of a cut one's tokens and of those that came after; all else is that of ``rest``."""
+    offset = len(prior.token_ids)
+    moved = tuple(VersionSpan(span.version, span.start + offset, span.end + offset) for span in rest.weight_versions)
+    spans = prior.weight_versions + moved
+    if prior.weight_versions and moved and prior.weight_versions[-1].version == moved[0].version:
+        bridge = VersionSpan(moved[0].version, prior.weight_versions[-1].start, moved[0].end)
+        spans = (*prior.weight_versions[:-1], bridge, *moved[1:])
+    logprobs = None
+    if prior.logprobs is not None and rest.logprobs is not None:
+        logprobs = prior.logprobs + rest.logprobs
+    return dataclasses.replace(
+        rest, token_ids=prior.token_ids + rest.token_ids, logprobs=logprobs, weight_versions=spans
+    )
+
+
+def _rest(sampling: Sampling, num_sampled: int) -> Sampling:
+    """What is left of ``sampling`` after so many tokens."""
+    most = max(1, sampling.max_new_tokens - num_sampled)
+    least = min(most, max(0, sampling.min_new_tokens - num_sampled))
+    return sampling.replace(max_new_tokens=most, min_new_tokens=least)
