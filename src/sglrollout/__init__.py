@@ -7,6 +7,13 @@ async with sr.AsyncRolloutEngine(model="Qwen/Qwen2.5-1.5B") as rollout:
 """
 
 from sglrollout.blocking import BlockingGroupStream, BlockingStream, BlockingWeightSyncer, RolloutEngine
+from sglrollout.collect import filters
+from sglrollout.collect.batch import Padding, RolloutBatch
+from sglrollout.collect.calls import Verdict
+from sglrollout.collect.collector import Collector
+from sglrollout.collect.mismatch import MismatchReport, importance_weights, mismatch
+from sglrollout.collect.stats import CollectReport, CollectStats
+from sglrollout.collect.task import Task
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.errors import (
     ChannelError,
@@ -16,11 +23,13 @@ from sglrollout.errors import (
     EngineError,
     EngineRequestError,
     EngineStartError,
+    FailureBudgetError,
     LifecycleError,
     NoEngineError,
     PlacementError,
     QueueFullError,
     RequestTimeoutError,
+    RewardError,
     RolloutError,
     StaleWeightsError,
     UnsupportedVersionError,
@@ -45,6 +54,9 @@ __all__ = [
     "BlockingWeightSyncer",
     "ChannelError",
     "Chunk",
+    "CollectReport",
+    "CollectStats",
+    "Collector",
     "Completion",
     "ConfigError",
     "DeviceMemoryError",
@@ -54,17 +66,22 @@ __all__ = [
     "EngineStartError",
     "EngineStatus",
     "FSDPSource",
+    "FailureBudgetError",
     "FinishReason",
     "Group",
     "GroupStream",
     "LifecycleError",
     "Message",
+    "MismatchReport",
     "ModuleSource",
     "NoEngineError",
+    "Padding",
     "PlacementError",
     "Prompt",
     "QueueFullError",
     "RequestTimeoutError",
+    "RewardError",
+    "RolloutBatch",
     "RolloutConfig",
     "RolloutEngine",
     "RolloutError",
@@ -73,9 +90,11 @@ __all__ = [
     "StaleWeightsError",
     "Stream",
     "SyncReport",
+    "Task",
     "TensorSource",
     "Timings",
     "UnsupportedVersionError",
+    "Verdict",
     "VerifyReport",
     "VersionSpan",
     "WeightMismatchError",
@@ -83,4 +102,7 @@ __all__ = [
     "WeightSyncError",
     "WeightSyncer",
     "__version__",
+    "filters",
+    "importance_weights",
+    "mismatch",
 ]

@@ -17,6 +17,8 @@ RolloutError
 ├── WeightNamesError            trainer and engine do not have the same weights; lists the names
 ├── WeightMismatchError         an engine's weights differ from the trainer's after a sync
 ├── DeviceMemoryError           a device has not the free memory that waking takes
+├── RewardError                 a reward function failed; its sample counts as failed
+├── FailureBudgetError          more samples of a collection failed than it allows; with a histogram of causes
 └── ChannelError                the channel to a host is broken or speaks another protocol
 """
 
@@ -190,6 +192,25 @@ class DeviceMemoryError(RolloutError):
             f"{engine} needs {_gb(needed)} to wake ({parts}), and {_gb(free_bytes)} of {_gb(total_bytes)} are free: "
             "free memory of the trainer first (offload its optimizer, torch.cuda.empty_cache()), or wake fewer tags"
         )
+
+
+class RewardError(RolloutError):
+    """A reward function raised, took too long, or gave no finite number. Its sample counts as failed."""
+
+
+class FailureBudgetError(RolloutError):
+    """Too many samples of a collection failed: it stops, rather than have the trainer train on what is left.
+
+    Attributes:
+        num_failed: of the samples looked at.
+        num_samples: those looked at: the latest to end.
+        causes: of all failures so far, the most frequent first, with how often each came.
+    """
+
+    def __init__(self, num_failed: int, num_samples: int, causes: dict[str, int]) -> None:
+        self.num_failed, self.num_samples, self.causes = num_failed, num_samples, causes
+        lines = "".join(f"\n  {count} x {cause}" for cause, count in causes.items())
+        super().__init__(f"{num_failed} of the latest {num_samples} samples failed; all failures so far:{lines}")
 
 
 class ChannelError(RolloutError):

@@ -16,6 +16,10 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from sglrollout.collect.batch import Padding
+from sglrollout.collect.calls import Filter, GroupReward, Reward
+from sglrollout.collect.collector import Collector
+from sglrollout.collect.options import Source, Surplus, collect_options
 from sglrollout.concurrency import in_parallel, unwrapped
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.launch import build_engines
@@ -309,15 +313,97 @@ class AsyncRolloutEngine:
         options = self._options(n, sampling, on_error, timeout_s)
         return GroupStream(self._until_ready, prompts, options._replace(bounded=True))
 
+    def collect(
+        self,
+        source: Source,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        target_groups: int | None = None,
+        reward: Reward | None = None,
+        group_reward: GroupReward | None = None,
+        filter: Filter | Sequence[Filter] = (),
+        over_sample: float = 1.0,
+        surplus: Surplus = "abort",
+        max_staleness: int | None = None,
+        max_failures: float = 0.2,
+        drop_last: bool = False,
+        padding: Padding | None = None,
+        seed: int | None = None,
+        timeout_s: float | None = None,
+        reward_timeout_s: float | None = None,
+        reward_workers: int = 32,
+        progress: bool | None = None,
+    ) -> Collector:
+        """Batches of rewarded, filtered groups: ``async for batch in rollout.collect(...)``, or ``await`` for the next.
+
+        Work goes on in the background, between batches and beside the trainer, as far ahead as ``max_staleness``
+        allows. Rewards are computed while other samples run, and take no slot of an engine. Of finished groups those
+        go first that are due, then the oldest. A failed sample is data: it keeps its place in its group, without a
+        reward, and its tokens are masked.
+
+        Args:
+            source: prompts, :class:`Task` objects, or rows with a ``prompt`` (which become the task's data); any
+                iterable, also an endless or an async one. It is read one prompt ahead of what is being sampled.
+            n: samples per prompt.
+            sampling: default: ``Sampling()``.
+            target_groups: groups per batch, after filters. ``None`` is one batch of the whole source.
+            reward: of a sample: ``(completion)`` or ``(completion, task)`` to a number. A plain function runs in a
+                worker thread, an async one is awaited.
+            group_reward: in place of ``reward``, of a whole group: ``(group)`` or ``(group, task)`` to a number each.
+            filter: of a rewarded group, or several in turn: to a :class:`Verdict`, or to ``True`` for one that is kept.
+                Others are replaced by new ones, until the batch is full. See :mod:`sglrollout.filters`.
+            over_sample: groups to start for each that a batch needs, so that it need not wait for the slowest. What it
+                did not need is taken back where ``max_staleness`` does not leave it for the next batch.
+            surplus: what becomes of a group that is taken back. Its prompt always stays, first in line; ``abort``
+                drops its tokens, ``partial`` goes on from them later (they keep their logprobs and versions).
+            max_staleness: bound on the weight version at which a batch is taken less that of its samples' oldest token.
+                0 is strictly on-policy; ``None`` is no bound.
+            max_failures: share of failed samples, among the latest 256, at which the collection stops.
+            drop_last: leave out a last batch that is not full.
+            padding: of the batch's tensors; the model's pad token, on the right, by default.
+            seed: of the samples' seeds, with ``RolloutConfig(deterministic=True)``.
+            timeout_s: per sample, its wait for a slot included. Default: the config's.
+            reward_timeout_s: for one call of a reward or a filter.
+            reward_workers: threads for rewards and filters that are plain functions.
+            progress: show a live view while a batch is waited for. Default: the config's.
+
+        Raises (also from the loop):
+            ConfigError: an option or a prompt is wrong.
+            FailureBudgetError: too many samples failed.
+            NoEngineError: every engine is dead.
+            LifecycleError, StaleWeightsError: no engine can take work now, and no batch can be made of what there is.
+                Once they can, it goes on where it was.
+        """
+        options = collect_options(
+            source,
+            _sampling(sampling),
+            _check_n(n),
+            target_groups=target_groups,
+            reward=reward,
+            group_reward=group_reward,
+            filter=filter,
+            over_sample=over_sample,
+            surplus=surplus,
+            max_staleness=max_staleness,
+            max_failures=max_failures,
+            drop_last=drop_last,
+            timeout_s=self._timeout(timeout_s),
+            reward_timeout_s=None if reward_timeout_s is None else check_timeout(reward_timeout_s, "reward_timeout_s"),
+            reward_workers=reward_workers,
+            seed=seed,
+            play=None,
+        )
+        show = _progress.wanted(self.config.progress if progress is None else progress)
+        return Collector(self._until_ready, source, options, padding or Padding(), show)
+
     async def _sampler(self) -> Sampler:
         return (await self._until_ready()).sampler
 
     def _options(self, n: int, sampling: Sampling | None, on_error: OnError, timeout_s: float | None) -> BatchOptions:
-        if type(n) is not int or n < 1:
-            raise ConfigError("n", n, "must be an integer of at least 1")
         if on_error not in ("raise", "return"):
             raise ConfigError("on_error", on_error, 'must be "raise" or "return"')
-        return BatchOptions(_sampling(sampling), n, self._timeout(timeout_s), on_error)
+        return BatchOptions(_sampling(sampling), _check_n(n), self._timeout(timeout_s), on_error)
 
     def _timeout(self, timeout_s: float | None) -> float | None:
         if timeout_s is None:
@@ -423,11 +509,17 @@ def _sampling(sampling: Sampling | None) -> Sampling:
     return sampling or Sampling()
 
 
-def check_timeout(timeout_s: float) -> float:
+def _check_n(n: int) -> int:
+    if type(n) is not int or n < 1:
+        raise ConfigError("n", n, "must be an integer of at least 1")
+    return n
+
+
+def check_timeout(timeout_s: float, name: str = "timeout_s") -> float:
     """``timeout_s`` as a float, or ConfigError."""
     number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not number or not 0 < timeout_s < _LONGEST_S:
-        raise ConfigError("timeout_s", timeout_s, "must be a number of seconds greater than 0")
+        raise ConfigError(name, timeout_s, "must be a number of seconds greater than 0")
     return float(timeout_s)
 
 

@@ -23,7 +23,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 def test_all_is_sorted_and_complete() -> None:
     public = {name for name, value in vars(sr).items() if not name.startswith("_") and not inspect.ismodule(value)}
-    assert set(sr.__all__) == public | {"__version__"}
+    assert set(sr.__all__) == public | {"__version__", "filters"}  # a module to look things up in
     assert sr.__all__ == sorted(sr.__all__)
 
 
@@ -65,6 +65,7 @@ SAMPLES: dict[type[errors.RolloutError], errors.RolloutError] = {
     errors.WeightNamesError: errors.WeightNamesError(["a"], ["b"], ["c"], ["d [3]"]),
     errors.WeightMismatchError: errors.WeightMismatchError(["a (engine-0, TP rank 1)"]),
     errors.DeviceMemoryError: errors.DeviceMemoryError("engine-0", {"kv_cache": 1 << 34}, 1 << 30, 1 << 37),
+    errors.FailureBudgetError: errors.FailureBudgetError(3, 8, {"EngineRequestError: refused": 3}),
     errors.EngineDiedError: errors.EngineDiedError("engine-3", "out of memory", "last\nlines"),
 }
 

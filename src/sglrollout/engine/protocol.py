@@ -28,6 +28,7 @@ class Request:
         "finish",
         "finished_s",
         "first_token_s",
+        "last_token_s",
         "logprobs",
         "on_end",
         "prompt_ids",
@@ -47,7 +48,7 @@ class Request:
         self.finish: Finish | None = None
         self.error: Exception | None = None
         self.on_end: Callable[[Request], None] | None = None
-        self.created_s = time.monotonic()
+        self.created_s = self.last_token_s = time.monotonic()
         self.queue_s = 0.0
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
@@ -90,6 +91,7 @@ class Request:
             if not self._version_starts or self._version_starts[-1][0] != version:
                 self._begin_version(version)
             self.token_ids += output.token_ids
+            self.last_token_s = time.monotonic()
             if self.logprobs is not None:
                 self.logprobs += output.logprobs or ()
         if output.finish is not None:

@@ -56,6 +56,22 @@ class Sample:
             self._lease.target.engine.abort(self.request)
         self.request.end(Finish("abort" if error is None else "error", message=message), error)
 
+    async def until_ended(self) -> None:
+        """Wait for its end, and not for each of its tokens."""
+        if self.request.ended:
+            return
+        ended = asyncio.get_running_loop().create_future()
+        on_end = self.on_end
+
+        def note(sample: Sample) -> None:
+            if not ended.done():
+                ended.set_result(None)
+            if on_end is not None:
+                on_end(sample)
+
+        self.on_end = note
+        await ended
+
     def hold(self, lease: Lease[Member], deadline: float | None) -> None:
         self._lease = lease
         self.request.engine = lease.target.name
@@ -201,10 +217,9 @@ class Sampler:
         return wire
 
     def completion(self, sample: Sample, prepared: Prepared, sampling: Sampling) -> Completion:
-        """What became of an ended sample."""
+        """What became of a sample; of one that still runs, what there is of it, as if it had been aborted now."""
         request = sample.request
-        finish = request.finish
-        assert finish is not None
+        finish = request.finish or Finish("abort", message="it has not ended")
         detokenize = None
         if self.tokenizer is not None:
             tokenizer, skip = self.tokenizer, sampling.skip_special_tokens
@@ -217,7 +232,7 @@ class Sampler:
             prompt_ids=prepared.ids,
             token_ids=tuple(request.token_ids),
             logprobs=None if request.logprobs is None else tuple(request.logprobs),
-            finish_reason=request.finish_reason,
+            finish_reason=finish.reason,  # type: ignore[arg-type]
             stop_match=finish.stop_match,
             weight_versions=request.spans,
             cached_tokens=finish.cached_tokens,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import anyio
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from tqdm.std import tqdm
 
 from sglrollout.pool.pool import Pool
 
@@ -79,3 +83,107 @@ def generating(num_samples: int, show: bool) -> Iterator[Bar]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield Bar(progress, progress.add_task("", total=num_samples, rate=""))
+
+
+class Collecting(Protocol):
+    """What a view of a collection reads."""
+
+    @property
+    def num_queued(self) -> int: ...
+    @property
+    def num_active(self) -> int: ...
+    @property
+    def num_stalled(self) -> int: ...
+    @property
+    def num_rewarding(self) -> int: ...
+    @property
+    def num_ready(self) -> int: ...
+    @property
+    def num_failed(self) -> int: ...
+    @property
+    def filtered(self) -> dict[str, int]: ...
+    @property
+    def tokens_per_s(self) -> float: ...
+    @property
+    def weight_version(self) -> int: ...
+    @property
+    def staleness_max(self) -> int: ...
+
+
+def collecting(read: Callable[[], Collecting], num_groups: int | None, show: bool) -> AbstractContextManager[object]:
+    """While a batch is waited for: a live table on a terminal, one line in a notebook."""
+    if not show:
+        return nullcontext()
+    return _Line(read, num_groups) if "ipykernel" in sys.modules else _Table(read, num_groups)
+
+
+class _View:
+    """Draws a collection four times a second, on the event loop: what it reads belongs to that."""
+
+    def __init__(self, read: Callable[[], Collecting], num_groups: int | None) -> None:
+        self._read, self._num_groups = read, num_groups
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        self.open()
+        self._tick()
+
+    def __exit__(self, *exit: object) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        self.close()
+
+    def _tick(self) -> None:
+        self.draw(self._read())
+        self._timer = asyncio.get_running_loop().call_later(_REFRESH_S, self._tick)
+
+    def open(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def draw(self, now: Collecting) -> None:
+        raise NotImplementedError
+
+
+class _Table(_View):
+    """On a terminal."""
+
+    def open(self) -> None:
+        self._live = Live(console=Console(stderr=True), transient=True, auto_refresh=False)
+        self._live.start()
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def draw(self, now: Collecting) -> None:
+        table = Table(
+            "queued", "active", "stalled", "rewarding", "ready", "filtered", "failed", "tokens/s", "staleness"
+        )
+        filtered = ", ".join(f"{count} {reason}" for reason, count in now.filtered.items()) or "0"
+        numbers = (now.num_queued, now.num_active, now.num_stalled, now.num_rewarding)
+        ready = f"{now.num_ready}/{self._num_groups}" if self._num_groups else str(now.num_ready)
+        rest = (ready, filtered, str(now.num_failed), f"{now.tokens_per_s:,.0f}", str(now.staleness_max))
+        table.add_row(*(str(number) for number in numbers), *rest)
+        table.title = f"collecting under weight version {now.weight_version}"
+        self._live.update(table, refresh=True)
+
+
+class _Line(_View):
+    """In a notebook."""
+
+    def open(self) -> None:
+        self._bar = tqdm(total=self._num_groups, desc="collecting", unit="group", leave=False, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def draw(self, now: Collecting) -> None:
+        shown = {
+            **{"active": now.num_active, "queued": now.num_queued, "stalled": now.num_stalled},
+            **{"filtered": sum(now.filtered.values()), "tokens/s": f"{now.tokens_per_s:,.0f}"},
+            "staleness": now.staleness_max,
+        }
+        self._bar.n = now.num_ready
+        self._bar.set_postfix(shown, refresh=True)

@@ -70,6 +70,11 @@ class Dispatcher(Generic[T]):
         """Callers that wait for a lease."""
         return len(self._waiting)
 
+    @property
+    def refusal(self) -> Exception | None:
+        """Why it takes nobody now, if so."""
+        return self._closed or self._refusal
+
     def num_inflight(self, target: T) -> int:
         """Leases out at one engine."""
         return self._inflight[id(target)]
@@ -139,9 +144,8 @@ class Dispatcher(Generic[T]):
                 future.set_exception(fresh(reason))
 
     def _refuse_when_closed(self) -> None:
-        reason = self._closed or self._refusal
-        if reason is not None:
-            raise fresh(reason)
+        if self.refusal is not None:
+            raise fresh(self.refusal)
         if not self._targets:
             raise NoEngineError("the pool has no engine")
 

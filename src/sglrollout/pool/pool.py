@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Literal
@@ -115,6 +115,8 @@ class Pool:
         self.last_version = 0
         self.attached: object | None = None
         """The weight syncer whose plan engines hold; they hold one at a time."""
+        self.watchers: list[Callable[[], None]] = []
+        """Called after each change of a state or of the weight version. They must not fail."""
 
     async def start(self, tasks: TaskGroup) -> None:
         """Start all engines in parallel; on the first failure end the others.
@@ -157,8 +159,7 @@ class Pool:
             gone = NoEngineError(f"every engine of the pool is dead; the last: {error}")
             gone.__cause__ = error
             self.dispatcher.close(gone)
-        else:
-            self.changed()
+        self.changed()
 
     # ------------------------------------------------------------ states
 
@@ -214,6 +215,8 @@ class Pool:
             tags = sorted({tag for member in self.members for tag in member.asleep})
             self.dispatcher.refuse(LifecycleError(f"the engines are asleep ({', '.join(tags)}): call wake() first"))
         self.dispatcher.wake()
+        for watcher in tuple(self.watchers):
+            watcher()
 
     async def close(self) -> None:
         """End all engines, in parallel."""
