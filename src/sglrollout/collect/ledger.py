@@ -19,8 +19,9 @@ class Ledger:
 
     Attributes:
         pending: groups that wait to be admitted, the oldest first.
-        runs: admitted groups, by index: those that run and those that are finished.
+        runs: admitted groups, by index: those that run, have ended, or are finished.
         finished: groups that wait for their batch, by index.
+        num_running: groups with samples that have not ended.
         num_expired: groups whose tokens had become too stale, and were dropped.
     """
 
@@ -29,7 +30,7 @@ class Ledger:
         self.pending: list[tuple[int, GroupRun]] = []
         self.runs: dict[int, GroupRun] = {}
         self.finished: dict[int, GroupRun] = {}
-        self.num_expired = 0
+        self.num_running = self.num_expired = 0
         self._births: Counter[int] = Counter()
 
     @property
@@ -58,13 +59,19 @@ class Ledger:
             run.reset()
             self.num_expired += 1
             birth = version
-        if not self.pacer.admits(birth, self._births, len(self.runs) - len(self.finished)):
+        if not self.pacer.admits(birth, self._births, self.num_running):
             return None
         heapq.heappop(self.pending)
         run.stage, run.birth = Stage.RUNNING, birth
         self.runs[run.index] = run
+        self.num_running += 1
         self._births[birth] += 1
         return run
+
+    def ended(self, run: GroupRun) -> None:
+        """Its samples have ended."""
+        run.stage = Stage.ENDED
+        self.num_running -= 1
 
     def finish(self, run: GroupRun, group: Group) -> None:
         """Its samples have ended, and it is to be in a batch: unless it has become too stale."""
@@ -94,14 +101,14 @@ class Ledger:
         self.pacer.away = True
 
     def surplus(self, at_most: int) -> Iterator[GroupRun]:
-        """Running groups that over-sampling started, and for which no batch has a place in time: the youngest first.
+        """Unfinished groups that over-sampling started, and for which no batch has a place in time: the youngest first.
 
         Each is taken back before the next is looked for.
         """
         for _ in range(at_most):
             born_by = self.pacer.surplus_born_by(self._births)
-            running = (run for run in self.runs.values() if run.stage is Stage.RUNNING)
-            may_go = [run for run in running if born_by is not None and run.birth <= born_by]
+            unfinished = (run for run in self.runs.values() if run.stage is not Stage.FINISHED)
+            may_go = [run for run in unfinished if born_by is not None and run.birth <= born_by]
             if not may_go:
                 return
             yield max(may_go, key=_line)
@@ -111,6 +118,7 @@ class Ledger:
         del self.runs[run.index]
         self.finished.pop(run.index, None)
         self._count(run, -1)
+        self.num_running -= run.stage is Stage.RUNNING
         run.stage = Stage.GONE
 
     def take_back(self, run: GroupRun, keep: bool) -> None:

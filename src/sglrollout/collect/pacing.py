@@ -59,7 +59,7 @@ class Pacer:
         Args:
             birth: of the group.
             births: how many undelivered groups there are of each birth.
-            num_running: how many of them have not finished.
+            num_running: how many of them are being sampled.
         """
         total = births.total()
         if self.batch_size is None:

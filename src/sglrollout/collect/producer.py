@@ -207,6 +207,8 @@ class Producer:
                 self.tally.num_resumed += slot.prior is not None
             elif not slot.settled and not slot.being_rewarded:
                 self._spawn(self._settle, run, slot)
+        if run.sampled:
+            self._ledger.ended(run)
         if run.whole:
             self._spawn(self._finish, run)
         self._notify()
@@ -298,8 +300,11 @@ class Producer:
 
     async def _settle(self, run: GroupRun, slot: Slot) -> None:
         """A sample has ended: reward it, and judge its group if it was the last."""
+        if run.stage is Stage.RUNNING and run.sampled:
+            self._ledger.ended(run)
+            self._room.set()
         await self._judge.settle(slot, run.task)
-        if run.stage is Stage.RUNNING and run.whole and any(slot is other for other in run.slots):
+        if run.stage is Stage.ENDED and run.whole and any(slot is other for other in run.slots):
             await self._finish(run)
 
     async def _finish(self, run: GroupRun) -> None:

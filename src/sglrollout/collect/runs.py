@@ -19,7 +19,9 @@ class Stage(Enum):
     PENDING = "pending"
     """It waits to be admitted, perhaps with tokens of an earlier try."""
     RUNNING = "running"
-    """Its samples run, or are being rewarded or filtered."""
+    """Its samples run."""
+    ENDED = "ended"
+    """They have ended, and are being rewarded or filtered."""
     FINISHED = "finished"
     """It waits for its batch."""
     GONE = "gone"
@@ -93,8 +95,13 @@ class GroupRun:
         self.group: Group | None = None
 
     @property
+    def sampled(self) -> bool:
+        """Whether all its samples have ended."""
+        return all(slot.completion is not None for slot in self.slots)
+
+    @property
     def whole(self) -> bool:
-        """Whether all its samples have ended and are rewarded."""
+        """Whether they are rewarded, too, as far as they can be."""
         return all(slot.settled for slot in self.slots)
 
     def oldest_version(self, version: int) -> int:

@@ -1,0 +1,659 @@
+"""Collections over scripted engines: what a training loop relies on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+import sglrollout as sr
+from sglrollout.engine.protocol import Request
+from sglrollout.testing import ScriptedEngine
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False)
+SHORT = sr.Sampling(max_new_tokens=8)
+LONG = sr.Sampling(max_new_tokens=400, ignore_eos=True)
+
+
+def rollout_of(*engines: ScriptedEngine, **options: Any) -> sr.AsyncRolloutEngine:
+    return sr.AsyncRolloutEngine(config=CONFIG.replace(**options), engines=engines or (ScriptedEngine(),))
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[1, i] for i in range(count)]
+
+
+def number_of(completion: sr.Completion) -> int:
+    return completion.prompt_ids[1]
+
+
+def numbers(batch: sr.RolloutBatch) -> list[int]:
+    return [group.prompt_ids[1] for group in batch.groups]
+
+
+async def until(condition: Any) -> None:
+    with anyio.fail_after(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def publish(rollout: sr.AsyncRolloutEngine, engines: Sequence[ScriptedEngine], version: int) -> None:
+    """What a weight sync leaves behind."""
+    for engine in engines:
+        engine.weight_version = version
+    pool = rollout._pool
+    assert pool is not None
+    pool.weight_version = version
+    pool.changed()
+
+
+def is_idle(rollout: sr.AsyncRolloutEngine, *engines: ScriptedEngine) -> bool:
+    slots = sum(status.num_inflight for status in rollout.engines)
+    return not (slots or rollout.num_queued or any(engine.num_running or engine.num_waiting for engine in engines))
+
+
+# ------------------------------------------------------------ batches
+
+
+async def test_every_prompt_comes_once_in_batches_of_the_asked_for_size() -> None:
+    async with rollout_of(ScriptedEngine("a"), ScriptedEngine("b")) as rollout:
+        batches = [batch async for batch in rollout.collect(prompts(20), n=3, sampling=SHORT, target_groups=8)]
+    assert [len(batch.groups) for batch in batches] == [8, 8, 4]
+    assert sorted(number for batch in batches for number in numbers(batch)) == list(range(20))
+    assert [batch.batch_size for batch in batches] == [24, 24, 12]
+
+
+async def test_awaiting_it_gives_the_next_batch() -> None:
+    async with rollout_of() as rollout:
+        assert len(await rollout.collect(prompts(5), sampling=SHORT)) == 5
+        collector = rollout.collect(prompts(5), sampling=SHORT, target_groups=3)
+        assert len(await collector) == 3
+        assert len(await collector) == 2
+        with pytest.raises(sr.LifecycleError, match="exhausted"):
+            await collector
+
+
+async def test_a_last_batch_that_is_not_full_can_be_left_out() -> None:
+    async with rollout_of() as rollout:
+        collector = rollout.collect(prompts(7), sampling=SHORT, target_groups=3, drop_last=True)
+        assert [len(batch) async for batch in collector] == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "async", "tasks", "rows"])
+async def test_prompts_may_come_from_anything_one_can_iterate_over(kind: str) -> None:
+    async def slowly() -> AsyncIterator[list[int]]:
+        for prompt in prompts(6):
+            await asyncio.sleep(0)
+            yield prompt
+
+    sources: dict[str, Any] = {
+        "list": prompts(6),
+        "generator": iter(prompts(6)),
+        "async": slowly(),
+        "tasks": [sr.Task(prompt, prompt[1]) for prompt in prompts(6)],
+        "rows": [{"prompt": prompt, "answer": prompt[1]} for prompt in prompts(6)],
+    }
+    async with rollout_of() as rollout:
+        batch = await rollout.collect(sources[kind], sampling=SHORT)
+    assert numbers(batch) == list(range(6))
+    if kind == "tasks":
+        assert [group.data for group in batch.groups] == list(range(6))
+    if kind == "rows":
+        assert batch.groups[2].data == {"prompt": [1, 2], "answer": 2}
+
+
+async def test_an_endless_source_is_read_no_further_than_the_engines_need() -> None:
+    num_read = 0
+
+    def endless() -> Iterator[list[int]]:
+        nonlocal num_read
+        for i in itertools.count():
+            num_read += 1
+            yield [1, i]
+
+    async with rollout_of(ScriptedEngine(max_running=4), max_inflight=4) as rollout:
+        collector = rollout.collect(endless(), n=2, sampling=SHORT, target_groups=4)
+        for _ in range(3):
+            await collector
+        for _ in range(500):
+            await asyncio.sleep(0)
+        assert num_read < 30
+
+
+async def test_a_wrong_prompt_is_named_and_ends_the_collection() -> None:
+    async with rollout_of() as rollout:
+        collector = rollout.collect([[1], [2], "text"], sampling=SHORT, target_groups=3)
+        with pytest.raises(sr.ConfigError, match=r"source\[2\]"):
+            await collector
+        with pytest.raises(sr.ConfigError, match='must have a "prompt"'):
+            await rollout.collect([{"question": "?"}], sampling=SHORT)
+
+
+async def test_an_exception_of_the_source_is_raised_from_the_loop() -> None:
+    def broken() -> Iterator[list[int]]:
+        yield [1, 2]
+        raise KeyError("no such file")
+
+    async with rollout_of() as rollout:
+        with pytest.raises(KeyError, match="no such file"):
+            await rollout.collect(broken(), sampling=SHORT, target_groups=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"target_groups": 0}, "target_groups"),
+        ({"target_groups": True}, "target_groups"),
+        ({"n": 0}, "n"),
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"over_sample": 0.5, "target_groups": 2}, "over_sample"),
+        ({"over_sample": 1.5}, "over_sample"),
+        ({"surplus": "keep"}, "surplus"),
+        ({"surplus": "partial", "max_staleness": 0}, "surplus"),
+        ({"surplus": "partial", "sampling": sr.Sampling(stop=["."])}, "surplus"),
+        ({"max_failures": 2}, "max_failures"),
+        ({"reward": 3}, "reward"),
+        ({"reward": lambda: 1.0}, "reward"),
+        ({"reward": lambda c: 1.0, "group_reward": lambda g: [1.0]}, "group_reward"),
+        ({"filter": "zero_std"}, "filter"),
+        ({"sampling": sr.Sampling(logprobs=False)}, "sampling.logprobs"),
+        ({"reward_timeout_s": 0}, "reward_timeout_s"),
+        ({"reward_workers": 0}, "reward_workers"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_starts(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(sr.ConfigError) as caught:
+        rollout_of().collect(prompts(3), **options)
+    assert caught.value.field == field
+
+
+def test_a_single_text_is_no_source() -> None:
+    with pytest.raises(sr.ConfigError, match="put a single one into a list"):
+        rollout_of().collect("a prompt")
+
+
+# ------------------------------------------------------------ rewards and filters
+
+
+async def test_a_plain_reward_runs_in_a_thread_and_gets_completion_and_task() -> None:
+    threads = set()
+
+    def reward(completion: sr.Completion, task: sr.Task) -> float:
+        threads.add(threading.current_thread())
+        return float(task.data) + completion.index / 10
+
+    source = [sr.Task(prompt, prompt[1]) for prompt in prompts(4)]
+    async with rollout_of() as rollout:
+        batch = await rollout.collect(source, n=2, sampling=SHORT, reward=reward)
+    assert batch.rewards.tolist() == pytest.approx([0, 0.1, 1, 1.1, 2, 2.1, 3, 3.1])
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("kind", ["async", "callable object", "of a group"])
+async def test_rewards_come_in_other_shapes(kind: str) -> None:
+    async def slow(completion: sr.Completion) -> bool:
+        await asyncio.sleep(0)
+        return number_of(completion) % 2 == 0
+
+    class Judge:
+        async def __call__(self, completion: sr.Completion) -> bool:
+            return await slow(completion)
+
+    def of_group(group: sr.Group) -> list[float]:
+        return [float(number_of(completion) % 2 == 0) for completion in group.completions]
+
+    kinds: dict[str, dict[str, Any]] = {
+        "async": {"reward": slow},
+        "callable object": {"reward": Judge()},
+        "of a group": {"group_reward": of_group},
+    }
+    async with rollout_of() as rollout:
+        batch = await rollout.collect(prompts(4), n=2, sampling=SHORT, **kinds[kind])
+    assert batch.rewards.tolist() == [1, 1, 0, 0, 1, 1, 0, 0]
+
+
+async def test_rewards_overlap_generation_and_take_no_slot() -> None:
+    release = asyncio.Event()
+
+    async def reward(completion: sr.Completion) -> float:
+        await release.wait()
+        return 1.0
+
+    engine = ScriptedEngine(max_running=1)
+    async with rollout_of(engine, max_inflight=1) as rollout:
+        collector = rollout.collect(prompts(4), sampling=SHORT, reward=reward)
+        task = asyncio.ensure_future(anyio_await(collector))
+        await until(lambda: collector.stats is not None and collector.stats.num_rewarding == 4)
+        assert is_idle(rollout, engine)
+        release.set()
+        assert len(await task) == 4
+
+
+async def anyio_await(collector: sr.Collector) -> sr.RolloutBatch:
+    return await collector
+
+
+async def test_filters_replace_groups_until_the_batch_is_full_and_count_their_reasons() -> None:
+    def even(group: sr.Group) -> bool:
+        return group.prompt_ids[1] % 2 == 0
+
+    def not_four(group: sr.Group) -> sr.Verdict:
+        return sr.Verdict(group.prompt_ids[1] != 4, "is four")
+
+    async with rollout_of() as rollout:
+        collector = rollout.collect(
+            ([1, i] for i in itertools.count()),
+            sampling=SHORT,
+            target_groups=6,
+            filter=[even, not_four],
+            max_staleness=0,
+        )
+        batch = await collector
+    assert numbers(batch) == [0, 2, 6, 8, 10, 12]
+    assert batch.report is not None
+    assert batch.report.filtered["is four"] == 1
+    assert batch.report.filtered["even"] == 6
+
+
+async def test_groups_without_an_advantage_are_left_out_by_zero_std() -> None:
+    def reward(completion: sr.Completion) -> float:
+        return float(completion.index) if number_of(completion) % 3 == 0 else 1.0
+
+    async with rollout_of() as rollout:
+        batch = await rollout.collect(prompts(9), n=2, sampling=SHORT, reward=reward, filter=sr.filters.zero_std())
+    assert numbers(batch) == [0, 3, 6]
+
+
+def group_of(rewards: list[float | None], reasons: list[Any] | None = None) -> sr.Group:
+    made = [sr.Completion((1,), (2,), (-0.5,), reason) for reason in reasons or ["stop"] * len(rewards)]
+    return sr.Group([1], (1,), tuple(made), rewards=tuple(rewards))
+
+
+@pytest.mark.parametrize(
+    ("made", "group", "kept"),
+    [
+        (sr.filters.zero_std(), group_of([1.0, 1.0]), False),
+        (sr.filters.zero_std(), group_of([1.0, None]), False),
+        (sr.filters.zero_std(), group_of([1.0, 0.0, None]), True),
+        (sr.filters.mean_reward(least=0.2), group_of([0.0, 0.2]), False),
+        (sr.filters.mean_reward(most=0.9), group_of([1.0, 1.0]), False),
+        (sr.filters.mean_reward(0.2, 0.9), group_of([0.0, 1.0, None]), True),
+        (sr.filters.truncated(0.5), group_of([1.0, 1.0], ["length", "stop"]), True),
+        (sr.filters.truncated(), group_of([1.0, 1.0], ["length", "stop"]), False),
+        (sr.filters.failed(), group_of([1.0, None]), False),
+        (sr.filters.failed(0.5), group_of([1.0, None]), True),
+    ],
+)
+def test_built_in_filters(made: Any, group: sr.Group, kept: bool) -> None:
+    verdict = made(group)
+    assert verdict.keep is kept
+    assert verdict.reason
+
+
+def test_a_filter_says_what_is_wrong_with_its_bounds() -> None:
+    with pytest.raises(sr.ConfigError, match="most must be a number from 0 to 1"):
+        sr.filters.truncated(3)
+
+
+# ------------------------------------------------------------ failures
+
+
+def some_fail(request: Request) -> str | None:
+    return "out of luck" if request.prompt_ids[1] == 3 else None
+
+
+async def test_a_failed_sample_is_data_in_its_group() -> None:
+    calls: Counter[int] = Counter()
+
+    def unlucky(request: Request) -> str | None:
+        calls[request.prompt_ids[1]] += 1
+        return "out of luck" if request.prompt_ids[1] == 3 and calls[3] == 1 else None
+
+    async with rollout_of(ScriptedEngine(fail_request=unlucky)) as rollout:
+        batch = await rollout.collect(prompts(8), n=2, sampling=SHORT, reward=lambda completion: 1.0)
+    group = batch.groups[3]
+    assert sorted(completion.finish_reason == "error" for completion in group.completions) == [False, True]
+    assert sorted(group.rewards or (), key=str) == [1.0, None]
+    assert batch.valid.sum() == 15
+    assert batch.loss_mask[~batch.valid].sum() == 0
+    assert batch.report is not None
+    assert batch.report.num_failed == 1
+
+
+async def test_a_group_of_which_all_samples_failed_is_left_out() -> None:
+    async with rollout_of(ScriptedEngine(fail_request=some_fail)) as rollout:
+        batch = await rollout.collect(prompts(20), n=2, sampling=SHORT)
+    assert 3 not in numbers(batch)
+    assert batch.report is not None
+    assert batch.report.filtered == {"all_failed": 1}
+
+
+@pytest.mark.parametrize("kind", ["raises", "not a number", "not finite", "too slow", "group too short"])
+async def test_a_reward_that_fails_fails_its_sample_and_not_the_run(kind: str) -> None:
+    def reward(completion: sr.Completion) -> Any:
+        if number_of(completion) != 1:
+            return 1.0
+        if kind == "raises":
+            raise ValueError("cannot parse")
+        if kind == "too slow":
+            time.sleep(0.5)
+        return {"not a number": "good", "not finite": float("nan")}.get(kind, 1.0)
+
+    def of_group(group: sr.Group) -> list[float]:
+        return [1.0] * (len(group.completions) - (group.prompt_ids[1] == 1))
+
+    options: dict[str, Any] = {"group_reward": of_group} if kind == "group too short" else {"reward": reward}
+    async with rollout_of() as rollout:
+        collector = rollout.collect(prompts(6), n=2, sampling=SHORT, reward_timeout_s=0.1, **options)
+        batch = await collector
+    assert numbers(batch) == [0, 2, 3, 4, 5]
+    assert batch.report is not None
+    assert batch.report.num_failed == 2
+
+
+async def test_too_many_failures_stop_the_run_with_a_histogram_of_causes() -> None:
+    async with rollout_of(ScriptedEngine(fail_request=lambda request: "out of memory")) as rollout:
+        collector = rollout.collect(prompts(100), n=4, sampling=SHORT, target_groups=8)
+        with pytest.raises(sr.FailureBudgetError) as caught:
+            await collector
+        assert caught.value.causes == {"EngineRequestError: engine-0: out of memory": caught.value.num_failed}
+        with pytest.raises(sr.FailureBudgetError):
+            await collector
+
+
+async def test_a_run_in_which_everything_failed_says_so_however_short_it_is() -> None:
+    async with rollout_of(ScriptedEngine(fail_request=lambda request: "no")) as rollout:
+        with pytest.raises(sr.FailureBudgetError, match="1 x EngineRequestError"):
+            await rollout.collect(prompts(1), sampling=SHORT, max_failures=1.0)
+
+
+async def test_a_filter_that_fails_is_a_bug_and_is_raised() -> None:
+    def broken(group: sr.Group) -> bool:
+        raise ZeroDivisionError
+
+    async with rollout_of() as rollout:
+        with pytest.raises(ZeroDivisionError):
+            await rollout.collect(prompts(3), sampling=SHORT, filter=broken)
+
+
+async def test_samples_of_a_dead_engine_go_on_elsewhere_from_their_tokens() -> None:
+    first, second = ScriptedEngine("a", die_after=600), ScriptedEngine("b")
+    async with rollout_of(first, second) as rollout:
+        batch = await rollout.collect(prompts(8), sampling=LONG)
+    assert numbers(batch) == list(range(8))
+    assert batch.generation_lengths.tolist() == [400] * 8
+    assert batch.valid.all()
+    assert any(len(request.prompt_ids) > 2 for request in second.submitted)
+
+
+async def test_when_all_engines_are_dead_the_loop_ends_at_once() -> None:
+    async with rollout_of(ScriptedEngine(die_after=50)) as rollout:
+        with pytest.raises(sr.NoEngineError), anyio.fail_after(5):
+            await rollout.collect(prompts(8), sampling=LONG)
+
+
+# ------------------------------------------------------------ life
+
+
+async def test_leaving_the_loop_frees_every_slot() -> None:
+    engine = ScriptedEngine(token_s=0.001)
+    async with rollout_of(engine) as rollout:
+        async for _ in rollout.collect(prompts(64), sampling=LONG, target_groups=1):
+            break
+        gc.collect()
+        await until(lambda: is_idle(rollout, engine))
+
+
+async def test_cancelling_the_wait_loses_nothing() -> None:
+    engine = ScriptedEngine(token_s=0.001)
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect(prompts(12), sampling=SHORT, target_groups=4)
+        seen: list[int] = []
+        while len(seen) < 12:
+            with anyio.move_on_after(0.002):
+                seen += numbers(await collector)
+    assert sorted(seen) == list(range(12))
+
+
+async def test_async_with_waits_until_nothing_runs_any_more() -> None:
+    engine = ScriptedEngine(token_s=0.001)
+    async with rollout_of(engine) as rollout:
+        async with rollout.collect(prompts(64), sampling=LONG, target_groups=1) as batches:
+            await batches
+        assert is_idle(rollout, engine)
+        assert [batch async for batch in batches] == []
+
+
+async def test_closing_the_rollout_ends_a_waiting_loop_with_a_typed_error() -> None:
+    rollout = await rollout_of(ScriptedEngine(hang=True)).start()
+    waiting = asyncio.ensure_future(anyio_await(rollout.collect(prompts(4), sampling=SHORT)))
+    await asyncio.sleep(0.01)
+    await rollout.close()
+    with pytest.raises(sr.LifecycleError, match="closed"):
+        await waiting
+
+
+async def test_a_second_waiter_is_refused() -> None:
+    async with rollout_of(ScriptedEngine(hang=True)) as rollout:
+        collector = rollout.collect(prompts(4), sampling=SHORT)
+        waiting = asyncio.ensure_future(anyio_await(collector))
+        await asyncio.sleep(0.01)
+        with pytest.raises(sr.LifecycleError, match="another task"):
+            await collector
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
+async def test_asleep_engines_are_an_error_that_says_what_to_do_and_the_collection_goes_on_after_it() -> None:
+    engine = ScriptedEngine(memory_saver=True)
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect(prompts(4), sampling=SHORT, target_groups=2)
+        await rollout.sleep(["kv_cache"])
+        with pytest.raises(sr.LifecycleError, match="wake"):
+            await collector
+        await rollout.wake()
+        assert len(await collector) == 2
+        assert len(await collector) == 2
+
+
+async def test_samples_that_a_sleep_cut_go_on_after_it() -> None:
+    engine = ScriptedEngine(memory_saver=True, token_s=0.0005)
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect(prompts(4), sampling=LONG, target_groups=1)
+        waiting = asyncio.ensure_future(anyio_await(collector))
+        await until(lambda: engine.num_tokens > 200)
+        assert collector.stats is not None
+        waiting.cancel()
+        await rollout.sleep(["kv_cache"], drain_s=0)
+        await rollout.wake()
+        lengths = [(await collector).generation_lengths.tolist() for _ in range(4)]
+    assert lengths == [[400]] * 4
+
+
+# ------------------------------------------------------------ staleness
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+async def test_no_sample_is_staler_than_the_bound_and_generation_runs_beside_training(max_staleness: int) -> None:
+    engines = [ScriptedEngine(f"engine-{i}", max_running=4) for i in range(2)]
+    async with rollout_of(*engines, max_inflight=4) as rollout:
+        collector = rollout.collect(
+            ([1, i] for i in itertools.count()),
+            n=2,
+            sampling=sr.Sampling(max_new_tokens=60),
+            target_groups=4,
+            max_staleness=max_staleness,
+        )
+        staleness: set[int] = set()
+        order: list[int] = []
+        for version in range(1, 30):
+            batch = await collector
+            staleness |= set(batch.staleness(rollout.weight_version).tolist())
+            order += numbers(batch)
+            await asyncio.sleep(0.002)  # the trainer trains
+            publish(rollout, engines, version)
+    assert max(staleness) <= max_staleness
+    assert max(staleness) == max_staleness
+    assert len(set(order)) == len(order)
+    assert max(a - b for a, b in zip(order, range(len(order)), strict=True)) <= 4 * (max_staleness + 2)
+
+
+async def test_a_loop_that_never_syncs_never_waits_for_a_sync() -> None:
+    async with rollout_of() as rollout:
+        collector = rollout.collect(prompts(40), sampling=SHORT, target_groups=4, max_staleness=0)
+        assert [len(batch) async for batch in collector] == [4] * 10
+
+
+async def test_what_two_syncs_in_a_row_make_too_stale_starts_over_and_no_prompt_is_lost() -> None:
+    engine = ScriptedEngine()
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect(prompts(24), sampling=SHORT, target_groups=4, max_staleness=1)
+        seen = numbers(await collector)
+        await until(lambda: collector.stats is not None and collector.stats.num_ready >= 4)
+        for version in (1, 2, 3):
+            publish(rollout, [engine], version)
+        async for batch in collector:
+            assert batch.max_staleness(rollout.weight_version) <= 1
+            seen += numbers(batch)
+    assert sorted(seen) == list(range(24))
+    assert collector.stats is not None
+    assert collector.stats.num_restarted > 0
+
+
+def lengths_by_number(prompt_ids: Sequence[int], sampling: Any, index: int) -> tuple[list[int], list[float]]:
+    """Prompt ``[1, i]`` is answered by ``10 * (i + 1)`` tokens 0, 1, 2, ..., and goes on where its tokens end."""
+    so_far = len(prompt_ids) - 2
+    tokens = list(range(so_far, 10 * (prompt_ids[1] + 1)))
+    return tokens, [-float(token) for token in tokens]
+
+
+@pytest.mark.parametrize("surplus", ["abort", "partial"])
+async def test_surplus_groups_are_taken_back_and_come_in_a_later_batch(surplus: Any) -> None:
+    engine = ScriptedEngine(script=lengths_by_number, token_s=0.001)
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect(
+            prompts(12),
+            sampling=sr.Sampling(max_new_tokens=500),
+            target_groups=4,
+            over_sample=1.5,
+            max_staleness=1,
+            surplus=surplus,
+        )
+        seen: list[int] = []
+        for version in itertools.count(1):
+            try:
+                batch = await collector
+            except sr.LifecycleError:
+                break
+            seen += numbers(batch)
+            publish(rollout, [engine], version)
+            for group in batch.groups:
+                (completion,) = group.completions
+                assert completion.token_ids == tuple(range(10 * (group.prompt_ids[1] + 1)))
+                assert completion.logprobs == tuple(-float(token) for token in completion.token_ids)
+                assert [span.start for span in completion.weight_versions[1:]] == [
+                    span.end for span in completion.weight_versions[:-1]
+                ]
+                assert completion.weight_versions[-1].end == len(completion.token_ids)
+                assert batch.max_staleness(version - 1) <= 1
+    assert sorted(seen) == list(range(12))
+    stats = collector.stats
+    assert stats is not None
+    assert stats.num_surplus > 0
+    assert (stats.num_resumed > 0) == (surplus == "partial")
+
+
+# ------------------------------------------------------------ checkpoints
+
+
+async def test_a_restored_collection_loses_and_repeats_no_prompt() -> None:
+    source = [sr.Task(prompt, {"answer": prompt[1]}) for prompt in prompts(40)]
+    options: dict[str, Any] = {"n": 2, "sampling": sr.Sampling(max_new_tokens=60), "target_groups": 5}
+    slow = ScriptedEngine(max_running=4, token_s=0.001)
+
+    def reward(completion: sr.Completion, task: sr.Task) -> float:
+        return float(task.data["answer"])
+
+    async with rollout_of(slow, max_inflight=4) as rollout:
+        collector = rollout.collect(source, reward=reward, **options)
+        seen = [number for _ in range(3) for number in numbers(await collector)]
+        await until(lambda: collector.stats is not None and collector.stats.num_active > 2)
+        state = json.loads(json.dumps(collector.state_dict()))
+    async with rollout_of(ScriptedEngine(max_running=4), max_inflight=4) as rollout:
+        collector = rollout.collect(source, reward=reward, **options)
+        collector.load_state_dict(state)
+        async for batch in collector:
+            seen += numbers(batch)
+            assert batch.rewards.tolist() == [number for number in numbers(batch) for _ in range(2)]
+    assert sorted(seen) == list(range(40))
+
+
+async def test_a_restored_collection_goes_on_from_the_tokens_it_had() -> None:
+    engine = ScriptedEngine(script=lengths_by_number, token_s=0.0005)
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect([[1, 19]], sampling=sr.Sampling(max_new_tokens=500))
+        waiting = asyncio.ensure_future(anyio_await(collector))
+        await until(lambda: engine.num_tokens > 100)
+        state = collector.state_dict()
+        waiting.cancel()
+    engine = ScriptedEngine(script=lengths_by_number, weight_version=7)
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect([[1, 19]], sampling=sr.Sampling(max_new_tokens=500))
+        collector.load_state_dict(state)
+        (group,) = (await collector).groups
+    (completion,) = group.completions
+    assert completion.token_ids == tuple(range(200))
+    assert [span.version for span in completion.weight_versions] == [0, 7]
+    assert len(engine.submitted[0].prompt_ids) > 90
+
+
+async def test_seeds_go_on_where_they_were() -> None:
+    async def seeds(split: int | None) -> list[Any]:
+        engine = ScriptedEngine(deterministic=True)
+        state = None
+        if split is not None:
+            async with rollout_of(engine) as rollout:
+                collector = rollout.collect(prompts(split), sampling=SHORT, target_groups=split, seed=5)
+                await collector
+                state = collector.state_dict()
+        async with rollout_of(again := ScriptedEngine(deterministic=True)) as rollout:
+            collector = rollout.collect(prompts(8), sampling=SHORT, seed=5)
+            if state is not None:
+                collector.load_state_dict(state)
+            await collector
+        return [request.sampling["seed"] for request in [*engine.submitted, *again.submitted]]
+
+    assert await seeds(None) == await seeds(3)
+
+
+@pytest.mark.parametrize("state", [{}, {"format": 99}, []])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(sr.ConfigError, match="state must be"):
+        rollout_of().collect(prompts(3)).load_state_dict(state)
+
+
+async def test_a_state_can_only_be_saved_of_json_values_and_loaded_before_the_start() -> None:
+    async with rollout_of(ScriptedEngine(hang=True)) as rollout:
+        collector = rollout.collect([sr.Task([1], object())], sampling=SHORT)
+        with pytest.raises(sr.LifecycleError, match="not started"):
+            collector.state_dict()
+        waiting = asyncio.ensure_future(anyio_await(collector))
+        await asyncio.sleep(0.01)
+        with pytest.raises(sr.ConfigError, match="JSON"):
+            collector.state_dict()
+        with pytest.raises(sr.LifecycleError, match="before the first batch"):
+            collector.load_state_dict({"format": 1})
+        waiting.cancel()
