@@ -125,6 +125,8 @@ class RolloutBatch:
             ConfigError: of ``groups`` (none, or without a sample), ``logprobs`` (a sample came without them),
                 ``padding.length`` (a row is longer), ``rewards`` (not one for each sample, or not finite).
         """
+        import torch
+
         if padding.id is None:
             padding = padding.replace(id=pad_id)
         groups = tuple(groups)
@@ -136,7 +138,9 @@ class RolloutBatch:
         if longest.num_tokens > width:
             rule = f"must be at least {longest.num_tokens}, the length of {longest.name}"
             raise ConfigError("padding.length", width, rule)
-        return cls(**_per_token(samples, width, padding), **_per_row(samples), groups=groups, padding=padding)
+        with torch.device("cpu"):  # whatever the trainer's default is
+            tensors = {**_per_token(samples, width, padding), **_per_row(samples)}
+        return cls(**tensors, groups=groups, padding=padding)
 
     def __len__(self) -> int:
         return self.batch_size
@@ -357,8 +361,8 @@ def _per_token(samples: Sequence[_Sample], width: int, padding: Padding) -> dict
     shape = (len(samples), width)
     rows = {
         "output_ids": torch.full(shape, padding.id),
-        "logprobs": torch.zeros(shape),
-        "loss_mask": torch.zeros(shape),
+        "logprobs": torch.zeros(shape, dtype=torch.float32),
+        "loss_mask": torch.zeros(shape, dtype=torch.float32),
         "weight_version": torch.full(shape, -1),
     }
     for i, sample in enumerate(samples):

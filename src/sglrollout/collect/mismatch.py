@@ -196,7 +196,7 @@ def _figures(diff: Tensor) -> dict[str, Any]:
     absolute = diff.abs()
     return {
         "token_mult_prob_error": float(absolute.exp().mean()),
-        "kl_k1": float(-diff.mean()),
+        "kl_k1": 0.0 - float(diff.mean()),  # of no difference 0, not -0
         "kl_k3": float((diff.expm1() - diff).clamp(min=0).mean()),  # clamped: rounding can make it -1e-17
         "max_abs_diff": float(absolute.max()),
         "mean_abs_diff": float(absolute.mean()),
