@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -164,12 +165,16 @@ class Dispatcher(Generic[T]):
 
     def _choose(self, key: Hashable | None) -> T | None:
         """The engine for this sample now, or ``None`` when all are full."""
-        open_targets = [target for target in self._targets if target.ready and self.num_inflight(target) < target.limit]
-        if not open_targets:
-            return None
-        idlest = min(open_targets, key=lambda target: self.num_inflight(target) / target.limit)
+        idlest, least = None, math.inf
+        for target in self._targets:
+            num_inflight, limit = self._inflight[id(target)], target.limit
+            if num_inflight < limit and num_inflight / limit < least and target.ready:
+                idlest, least = target, num_inflight / limit
         sticky = self._affinity.get(key) if key is not None else None
-        if sticky is None or sticky not in open_targets:
+        if sticky is None or idlest is None or not self._is_open(sticky):
             return idlest
         slack = max(_SLACK_FLOOR, int(_SLACK_SHARE * sticky.limit))
         return sticky if self.num_inflight(sticky) - self.num_inflight(idlest) <= slack else idlest
+
+    def _is_open(self, target: T) -> bool:
+        return self.num_inflight(target) < target.limit and target.ready
