@@ -25,6 +25,8 @@ ENGINE_ARGS = {
 }
 GREEDY = sr.Sampling(temperature=0.0, max_new_tokens=16, ignore_eos=True)
 PROMPTS = [[7, 8, 9, 10 + i] for i in range(4)]
+CLOSE = 0.1
+"""In the mean: two ways of computing in bfloat16 are 0.03 to 0.05 apart."""
 RANKS = Path(__file__).parents[1] / "integration" / "sync_ranks.py"
 
 pytestmark = [
@@ -60,20 +62,21 @@ def trained(path: Path, step: int, dtype: str = "bfloat16") -> Any:
     return model
 
 
-async def logprobs_agree(rollout: sr.AsyncRolloutEngine, model: Any) -> bool:
-    """Whether the engine's logprobs are those of transformers, as far as bfloat16 goes."""
+async def distance(rollout: sr.AsyncRolloutEngine, model: Any) -> float:
+    """How far the engine's logprobs are from those of transformers, in the mean. Of single tokens they differ by up to
+    0.3 in bfloat16, and by several with other weights."""
     import torch
 
     groups = await rollout.generate(PROMPTS, sampling=GREEDY)
-    worst = 0.0
+    distances = []
     for completion in [group.completions[0] for group in groups]:
         ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]], device="cuda")
         with torch.no_grad():
             scores = torch.log_softmax(model(ids).logits[0].float(), dim=-1)
         first = len(completion.prompt_ids) - 1
         for i, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs or (), strict=True)):
-            worst = max(worst, abs(float(scores[first + i, token]) - logprob))
-    return worst < 0.2
+            distances.append(abs(float(scores[first + i, token]) - logprob))
+    return sum(distances) / len(distances)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -81,12 +84,12 @@ async def test_an_engine_reads_the_parameters_where_they_are(
     rollout: sr.AsyncRolloutEngine, path: Path, dtype: str
 ) -> None:
     model = trained(path, 1 if dtype == "bfloat16" else 2, dtype)
-    assert not await logprobs_agree(rollout, model)
+    assert await distance(rollout, model) > 1.0
     async with sr.WeightSyncer(rollout, sr.ModuleSource(model)) as syncer:
         report = await syncer.sync()
         assert (report.method, report.num_buckets) == ("fast", 1)
         await syncer.verify()
-        assert await logprobs_agree(rollout, model)
+        assert await distance(rollout, model) < CLOSE
 
 
 async def test_tensors_that_cannot_be_mapped_are_staged(rollout: sr.AsyncRolloutEngine, path: Path) -> None:
@@ -98,7 +101,7 @@ async def test_tensors_that_cannot_be_mapped_are_staged(rollout: sr.AsyncRollout
         async with sr.WeightSyncer(rollout, sr.ModuleSource(model), bucket_bytes=1 << 16) as syncer:
             await syncer.sync()
             await syncer.verify()
-            assert await logprobs_agree(rollout, model)
+            assert await distance(rollout, model) < CLOSE
         on_cpu = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
         async with sr.WeightSyncer(rollout, sr.TensorSource(on_cpu), bucket_bytes=1 << 16) as syncer:
             assert (await syncer.sync()).num_buckets >= 4
@@ -112,7 +115,7 @@ async def test_the_portable_path_gives_the_same_engine(rollout: sr.AsyncRolloutE
     async with sr.WeightSyncer(rollout, sr.ModuleSource(model), method="portable", bucket_bytes=1 << 16) as syncer:
         assert (await syncer.sync()).method == "portable"
         await syncer.verify()
-        assert await logprobs_agree(rollout, model)
+        assert await distance(rollout, model) < CLOSE
 
 
 async def test_a_sleeping_engine_gives_memory_back_and_serves_again_after_a_sync(
@@ -121,6 +124,7 @@ async def test_a_sleeping_engine_gives_memory_back_and_serves_again_after_a_sync
     model = trained(path, 5)
     async with sr.WeightSyncer(rollout, sr.ModuleSource(model)) as syncer:
         await syncer.sync()
+        assert await distance(rollout, model) < CLOSE
         used = []
         for _ in range(3):
             report = await rollout.sleep()
@@ -132,7 +136,7 @@ async def test_a_sleeping_engine_gives_memory_back_and_serves_again_after_a_sync
             report_of_sync = await syncer.sync()
             assert report_of_sync.wake_s > 0
             await syncer.verify()
-            assert await logprobs_agree(rollout, model)
+            assert await distance(rollout, model) < CLOSE
         assert used[-1] - used[0] < 64 << 20
 
         await rollout.sleep(["weights"])
@@ -140,7 +144,7 @@ async def test_a_sleeping_engine_gives_memory_back_and_serves_again_after_a_sync
         with pytest.raises(sr.StaleWeightsError, match="given up in a sleep"):
             await rollout.generate(PROMPTS, sampling=GREEDY)
         await syncer.sync()
-        assert await logprobs_agree(rollout, model)
+        assert await distance(rollout, model) < CLOSE
 
 
 async def test_waking_without_room_is_refused_and_says_what_is_missing(
