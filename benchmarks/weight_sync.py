@@ -6,7 +6,8 @@
     python benchmarks/weight_sync.py --device cpu --shape tiny             # does it run at all
 
 Weights are random and everything is in bfloat16. Every way runs in processes of its own, one after the other. Times are
-medians of ``--repeats`` syncs after three others, with the device idle before and after. Prints a table last.
+medians of ``--repeats`` syncs after three others, with the device idle before and after. Prints each row as it comes,
+on stderr, and a table last.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -351,16 +353,22 @@ def one_gather(args: argparse.Namespace, parameters: list[Any]) -> list[float]:
 
 def run_ways(args: argparse.Namespace) -> list[dict[str, Any]]:
     ways = ["raw", "sglrollout"] if args.gpus == 1 else ["fsdp"]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for way in args.ways or ways:
         command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
         if way == "fsdp":
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
             command = [sys.executable, *launcher, *command[1:]]
-        process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        rows += [json.loads(line[len(_RESULT) :]) for line in process.stdout.splitlines() if line.startswith(_RESULT)]
+        tail: deque[str] = deque(maxlen=30)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                tail.append(line)
+                if line.startswith(_RESULT):
+                    rows.append(json.loads(line[len(_RESULT) :]))
+                    print(f"{rows[-1]['row']}: {rows[-1]['ms']:.1f} ms", file=sys.stderr, flush=True)
         if process.returncode:
-            print(f"{way} ended with exit code {process.returncode}\n{process.stdout[-3000:]}")
+            print(f"{way} ended with exit code {process.returncode}\n{''.join(tail)}")
     return rows
 
 
