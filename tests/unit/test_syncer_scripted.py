@@ -877,7 +877,7 @@ async def test_an_engine_that_cannot_pause_does_not_take_the_others_along() -> N
         await it.syncer.sync()
         task = asyncio.ensure_future(it.rollout.generate([PROMPT, [9, 9]], sampling=LONG, on_error="return"))
         await until(lambda: well.num_tokens > 10 and broken.num_tokens > 10)
-        broken.fail_command = failing("pause", "resume")
+        broken.fail_command, broken.token_s = failing("pause", "resume"), 0.5
         with pytest.raises(sr.WeightSyncError, match="engine-0"):
             await it.syncer.sync()
         assert it.states == ["stale", "ready"]
