@@ -6,7 +6,15 @@ async with sr.AsyncRolloutEngine(model="Qwen/Qwen2.5-1.5B") as rollout:
     groups = await rollout.generate(prompts, n=8, sampling=sr.Sampling(max_new_tokens=512))
 """
 
-from sglrollout.blocking import BlockingGroupStream, BlockingStream, BlockingWeightSyncer, RolloutEngine
+from sglrollout.blocking import (
+    BlockingCollector,
+    BlockingGroupStream,
+    BlockingSession,
+    BlockingSessionStream,
+    BlockingStream,
+    BlockingWeightSyncer,
+    RolloutEngine,
+)
 from sglrollout.collect import filters
 from sglrollout.collect.batch import Padding, RolloutBatch
 from sglrollout.collect.calls import Verdict
@@ -41,6 +49,11 @@ from sglrollout.generation.batch import GroupStream
 from sglrollout.generation.stream import Stream
 from sglrollout.pool.sleep import SleepReport
 from sglrollout.rollout import AsyncRolloutEngine, EngineStatus
+from sglrollout.session.environment import Environment
+from sglrollout.session.session import Session
+from sglrollout.session.stream import SessionStream
+from sglrollout.session.tools import Tool, ToolCall, ToolResult
+from sglrollout.session.turn import Turn
 from sglrollout.types import Chunk, Completion, FinishReason, Group, Message, Prompt, Timings, VersionSpan
 from sglrollout.version import __version__
 from sglrollout.weights.report import SyncReport, VerifyReport
@@ -49,7 +62,10 @@ from sglrollout.weights.syncer import WeightSyncer
 
 __all__ = [
     "AsyncRolloutEngine",
+    "BlockingCollector",
     "BlockingGroupStream",
+    "BlockingSession",
+    "BlockingSessionStream",
     "BlockingStream",
     "BlockingWeightSyncer",
     "ChannelError",
@@ -65,6 +81,7 @@ __all__ = [
     "EngineRequestError",
     "EngineStartError",
     "EngineStatus",
+    "Environment",
     "FSDPSource",
     "FailureBudgetError",
     "FinishReason",
@@ -86,6 +103,8 @@ __all__ = [
     "RolloutEngine",
     "RolloutError",
     "Sampling",
+    "Session",
+    "SessionStream",
     "SleepReport",
     "StaleWeightsError",
     "Stream",
@@ -93,6 +112,10 @@ __all__ = [
     "Task",
     "TensorSource",
     "Timings",
+    "Tool",
+    "ToolCall",
+    "ToolResult",
+    "Turn",
     "UnsupportedVersionError",
     "Verdict",
     "VerifyReport",

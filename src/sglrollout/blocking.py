@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -13,6 +14,11 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import anyio
 from anyio.from_thread import BlockingPortal
 
+from sglrollout.collect.batch import Padding, RolloutBatch
+from sglrollout.collect.calls import Filter, GroupReward, Reward
+from sglrollout.collect.collector import Collector
+from sglrollout.collect.options import Source, Surplus
+from sglrollout.collect.stats import CollectReport, CollectStats
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.protocol import Engine
 from sglrollout.errors import ConfigError, LifecycleError
@@ -20,7 +26,14 @@ from sglrollout.generation.batch import OnError
 from sglrollout.generation.stream import Stream
 from sglrollout.pool.sleep import TAGS, SleepReport
 from sglrollout.rollout import AsyncRolloutEngine, EngineStatus, config_of, refuse_fork
-from sglrollout.types import Chunk, Completion, Group, Prompt
+from sglrollout.session.environment import Environment
+from sglrollout.session.episode import Episode
+from sglrollout.session.parsing import UserParser
+from sglrollout.session.session import Session
+from sglrollout.session.stream import SessionStream
+from sglrollout.session.tools import Tool
+from sglrollout.session.turn import Turn
+from sglrollout.types import Chunk, Completion, Group, Message, Prompt
 from sglrollout.weights.leader import PauseMode
 from sglrollout.weights.report import SyncReport, VerifyReport
 from sglrollout.weights.sources import WeightSource
@@ -91,6 +104,105 @@ class BlockingStream(_Blocking[Chunk]):
 
 class BlockingGroupStream(_Blocking[Group]):
     """Groups of one call in the order in which they complete, by ``for``."""
+
+
+class BlockingCollector(_Blocking[RolloutBatch]):
+    """Batches of rewarded groups, by ``for``; ``next(collector)`` is the next one. See :class:`Collector`."""
+
+    _items: Collector
+
+    @property
+    def stats(self) -> CollectStats | None:
+        """Where everything is, now; ``None`` before it has started."""
+        stats: CollectStats | None = self._call(_on_loop, lambda: self._items.stats)
+        return stats
+
+    @property
+    def report(self) -> CollectReport | None:
+        """What the latest batch was like, and what has happened since the one before it."""
+        return self._items.report
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a run needs to go on from here without losing or repeating a prompt, as JSON values."""
+        state: dict[str, Any] = self._call(_on_loop, self._items.state_dict)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, before the first batch."""
+        self._items.load_state_dict(state)
+
+
+class BlockingSessionStream(_Blocking[Chunk]):
+    """Chunks of one turn, by ``for``."""
+
+    _items: SessionStream
+
+    @property
+    def turn(self) -> Turn:
+        """The turn, once it has ended."""
+        return self._items.turn
+
+
+class BlockingSession(_Closing):
+    """:class:`Session` without ``async``."""
+
+    def __init__(self, session: Session, call: Callable[..., Any]) -> None:
+        self._inner, self._call = session, call
+
+    def __enter__(self) -> Self:
+        self._call(self._inner.__aenter__)
+        return self
+
+    def close(self) -> None:
+        """Cancel what it runs; it can only be read from then on."""
+        self._call(self._inner.__aexit__, None, None, None)
+
+    def fork(self) -> BlockingSession:
+        """A session of its own that goes on from here."""
+        return BlockingSession(self._call(_on_loop, self._inner.fork), self._call)
+
+    def add(self, message: str | Message | Sequence[Message]) -> None:
+        """Say something to the model, before its next turn."""
+        self._call(_on_loop, partial(self._inner.add, message))
+
+    def add_tokens(self, token_ids: Sequence[int]) -> None:
+        """Put these token ids before the model's next turn."""
+        self._call(_on_loop, partial(self._inner.add_tokens, token_ids))
+
+    def generate(self, sampling: Sampling | None = None) -> Turn:
+        """Sample one turn of the model."""
+        turn: Turn = self._call(self._inner.generate, sampling)
+        return turn
+
+    def stream(self, sampling: Sampling | None = None, *, chunk_tokens: int | None = None) -> BlockingSessionStream:
+        """The same, as it is sampled: ``for chunk in session.stream()``."""
+        return BlockingSessionStream(self._inner.stream(sampling, chunk_tokens=chunk_tokens), self._call)
+
+    def run_tools(self, turn: Turn) -> list[Message]:
+        """Run a turn's tool calls, all at once; a message for each."""
+        messages: list[Message] = self._call(self._inner.run_tools, turn)
+        return messages
+
+    def run(self, message: str | Message | Sequence[Message] | None = None) -> Completion:
+        """Take turns with the tools until the model answers without a call, or there is no room or turn left."""
+        completion: Completion = self._call(self._inner.run, message)
+        return completion
+
+    def play(self, environment: Environment, task: object = None) -> float:
+        """Play one episode in an environment; the sum of its rewards."""
+        total: float = self._call(self._inner.play, environment, task)
+        return total
+
+    def __getattr__(self, name: str) -> Any:
+        """What there is to read, as on :class:`Session`: ``completion``, ``token_ids``, ``messages``, ..."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+async def _on_loop(function: Callable[[], T]) -> T:
+    """For what is not async but belongs to the loop's thread."""
+    return function()
 
 
 class BlockingWeightSyncer(_Closing):
@@ -233,6 +345,80 @@ class RolloutEngine:
         """Groups in the order in which they complete. ``prompts`` is read on the rollout's own thread."""
         groups = self._rollout.as_completed(prompts, n, sampling, on_error=on_error, timeout_s=timeout_s)
         return BlockingGroupStream(groups, self._call)
+
+    def collect(
+        self,
+        source: Source,
+        n: int = 1,
+        sampling: Sampling | None = None,
+        *,
+        target_groups: int | None = None,
+        reward: Reward | None = None,
+        group_reward: GroupReward | None = None,
+        filter: Filter | Sequence[Filter] = (),
+        episode: Episode | None = None,
+        session: Mapping[str, Any] | None = None,
+        over_sample: float = 1.0,
+        surplus: Surplus = "abort",
+        max_staleness: int | None = None,
+        max_failures: float = 0.2,
+        drop_last: bool = False,
+        padding: Padding | None = None,
+        seed: int | None = None,
+        timeout_s: float | None = None,
+        reward_timeout_s: float | None = None,
+        reward_workers: int = 32,
+        progress: bool | None = None,
+    ) -> BlockingCollector:
+        """Batches of rewarded, filtered groups, by ``for``. ``source`` is read on the rollout's own thread."""
+        collector = self._rollout.collect(
+            source,
+            n,
+            sampling,
+            target_groups=target_groups,
+            reward=reward,
+            group_reward=group_reward,
+            filter=filter,
+            episode=episode,
+            session=session,
+            over_sample=over_sample,
+            surplus=surplus,
+            max_staleness=max_staleness,
+            max_failures=max_failures,
+            drop_last=drop_last,
+            padding=padding,
+            seed=seed,
+            timeout_s=timeout_s,
+            reward_timeout_s=reward_timeout_s,
+            reward_workers=reward_workers,
+            progress=progress,
+        )
+        return BlockingCollector(collector, self._call)
+
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        tools: Sequence[Tool | Callable[..., Any]] = (),
+        tool_parser: str | UserParser | None = None,
+        max_turns: int | None = None,
+        tool_timeout_s: float = 30.0,
+        sampling: Sampling | None = None,
+        timeout_s: float | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> BlockingSession:
+        """A conversation of several turns, token by token: ``with rollout.session(tools=[...]) as session``."""
+        session = self._rollout.session(
+            system=system,
+            tools=tools,
+            tool_parser=tool_parser,
+            max_turns=max_turns,
+            tool_timeout_s=tool_timeout_s,
+            sampling=sampling,
+            timeout_s=timeout_s,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return BlockingSession(session, self._call)
 
     def flush_cache(self, timeout_s: float = 5.0) -> None:
         """Empty the prefix cache of every engine, once nothing runs in it, within ``timeout_s``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 from sglrollout.collect.batch import Padding
 from sglrollout.collect.calls import Filter, GroupReward, Reward
 from sglrollout.collect.collector import Collector
-from sglrollout.collect.options import Source, Surplus, collect_options
+from sglrollout.collect.options import Play, Source, Surplus, collect_options
 from sglrollout.concurrency import in_parallel, unwrapped
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.launch import build_engines
@@ -31,6 +31,10 @@ from sglrollout.generation.stream import Stream
 from sglrollout.observe import progress as _progress
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.pool.sleep import TAGS, SleepReport, sleep, wake
+from sglrollout.session.episode import Episode, play_episode
+from sglrollout.session.parsing import UserParser
+from sglrollout.session.session import Session
+from sglrollout.session.tools import Tool
 from sglrollout.text import Tokenizer
 from sglrollout.types import Group, Prompt
 from sglrollout.wire.messages import EngineInfo, Load
@@ -190,7 +194,7 @@ class AsyncRolloutEngine:
         finally:
             self._ready = None
             self._failure = LifecycleError("this rollout is closed")  # for calls that come while engines end
-            pool.dispatcher.close(self._failure)
+            pool.shut(self._failure)
             with anyio.CancelScope(shield=True):
                 await pool.close()
 
@@ -323,6 +327,8 @@ class AsyncRolloutEngine:
         reward: Reward | None = None,
         group_reward: GroupReward | None = None,
         filter: Filter | Sequence[Filter] = (),
+        episode: Episode | None = None,
+        session: Mapping[str, Any] | None = None,
         over_sample: float = 1.0,
         surplus: Surplus = "abort",
         max_staleness: int | None = None,
@@ -353,6 +359,10 @@ class AsyncRolloutEngine:
             group_reward: in place of ``reward``, of a whole group: ``(group)`` or ``(group, task)`` to a number each.
             filter: of a rewarded group, or several in turn: to a :class:`Verdict`, or to ``True`` for one that is kept.
                 Others are replaced by new ones, until the batch is full. See :mod:`sglrollout.filters`.
+            episode: for samples of several turns: ``async (session, task)`` to a reward, or to ``None`` where
+                ``reward`` is to judge the whole. It adds messages to the session and takes turns; the task's prompt is
+                its own to use. An episode that raises is a failed sample. One that is taken back starts over.
+            session: options of the episodes' sessions, as :meth:`session` takes them.
             over_sample: groups to start for each that a batch needs, so that it need not wait for the slowest. What it
                 did not need is taken back where ``max_staleness`` does not leave it for the next batch.
             surplus: what becomes of a group that is taken back. Its prompt always stays, first in line; ``abort``
@@ -392,10 +402,68 @@ class AsyncRolloutEngine:
             reward_timeout_s=None if reward_timeout_s is None else check_timeout(reward_timeout_s, "reward_timeout_s"),
             reward_workers=reward_workers,
             seed=seed,
-            play=None,
+            play=self._play(episode, session, sampling, timeout_s),
         )
         show = _progress.wanted(self.config.progress if progress is None else progress)
         return Collector(self._until_ready, source, options, padding or Padding(), show)
+
+    def _play(
+        self,
+        episode: Episode | None,
+        options: Mapping[str, Any] | None,
+        sampling: Sampling | None,
+        timeout_s: float | None,
+    ) -> Play | None:
+        if episode is None:
+            if options is not None:
+                raise ConfigError("session", options, "is for episodes, and no episode is given")
+            return None
+        if not callable(episode):
+            raise ConfigError("episode", episode, "must be an async function of a session and a task")
+        given = {"sampling": sampling, "timeout_s": timeout_s, **(options or {})}
+        self.session(**given)  # refused now, if it is to be refused
+        return lambda task: play_episode(self.session(**given), episode, task)
+
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        tools: Sequence[Tool | Callable[..., Any]] = (),
+        tool_parser: str | UserParser | None = None,
+        max_turns: int | None = None,
+        tool_timeout_s: float = 30.0,
+        sampling: Sampling | None = None,
+        timeout_s: float | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> Session:
+        """A conversation of several turns, token by token: ``async with rollout.session(tools=[...]) as session``.
+
+        Args:
+            system: a system message to begin with.
+            tools: functions that the model may call, or :class:`Tool` objects.
+            tool_parser: what finds calls in the model's text: SGLang's name of one of its parsers, or a function of
+                the text that gives ``(content, [(name, arguments), ...])``. Default: what the chat template suggests.
+            max_turns: turns of the model, at most. Later ones come back at once, empty, with ``length``.
+            tool_timeout_s: for each tool call.
+            sampling: of all turns that are not given their own. Default: ``Sampling()``.
+            timeout_s: for each turn, its wait for a slot included. Default: the config's.
+            chat_template_kwargs: more names for the chat template, such as ``{"enable_thinking": False}``.
+
+        Raises:
+            ConfigError: an option is wrong.
+        """
+        return Session(
+            self._sampler,
+            system=system,
+            tools=tools,
+            tool_parser=tool_parser,
+            max_turns=max_turns,
+            tool_timeout_s=tool_timeout_s,
+            sampling=sampling,
+            timeout_s=self._timeout(timeout_s),
+            chunk_tokens=self.config.chunk_tokens,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     async def _sampler(self) -> Sampler:
         return (await self._until_ready()).sampler

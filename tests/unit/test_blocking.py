@@ -383,3 +383,55 @@ sys.exit(os.waitstatus_to_exitcode(status))
 @pytest.mark.parametrize(("script", "code"), [(FAILS_BEFORE_CLOSE, 7), (IN_A_FORK, 3)])
 def test_a_script_that_fails_or_forks_does_not_hang(script: str, code: int) -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=30, check=False).returncode == code
+
+
+# ------------------------------------------------------------ collections and sessions
+
+
+def test_a_collection_gives_its_batches_to_a_plain_loop_and_can_be_saved(rollout_of: Make) -> None:
+    source = [[1, i] for i in range(10)]
+    with rollout_of(ScriptedEngine()) as rollout:
+        collector = rollout.collect(source, n=2, sampling=SHORT, target_groups=4, reward=lambda completion: 1.0)
+        assert collector.stats is None
+        assert len(next(collector)) == 8
+        assert collector.stats is not None
+        assert collector.report is not None
+        state = collector.state_dict()
+        collector.close()
+
+        again = rollout.collect(source, n=2, sampling=SHORT, target_groups=4, reward=lambda completion: 1.0)
+        again.load_state_dict(state)
+        assert [len(batch) for batch in again] == [8, 4]
+
+
+def test_leaving_the_loop_over_a_collection_frees_its_slots(rollout_of: Make) -> None:
+    engine = ScriptedEngine(token_s=0.001)
+    with rollout_of(engine) as rollout:
+        for batch in rollout.collect(
+            [[1, i] for i in range(20)], sampling=LONG.replace(max_new_tokens=50), target_groups=1
+        ):
+            assert len(batch) == 1
+            break
+        gc.collect()
+        assert becomes(lambda: is_idle(rollout, engine))
+
+
+def test_a_session_takes_turns_and_forks(rollout_of: Make) -> None:
+    with rollout_of(ScriptedEngine()) as rollout:
+        with rollout.session(sampling=SHORT, max_turns=3) as session:
+            session.add_tokens(PROMPT)
+            first = session.generate()
+            fork = session.fork()
+            session.add_tokens([9])
+            chunks = list(session.stream(chunk_tokens=2))
+            fork.add_tokens([8])
+            fork.generate()
+        assert session.completion.loss_mask == (1, 1, 1, 1, 0, 1, 1, 1, 1)
+        assert session.token_ids[:8] == (*PROMPT, *first.completion.token_ids, 9)
+        assert fork.token_ids[:8] == (*PROMPT, *first.completion.token_ids, 8)
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 4
+        assert session.num_turns == 2
+        with pytest.raises(sr.LifecycleError):
+            session.generate()
+        with pytest.raises(AttributeError):
+            _ = session.no_such_thing

@@ -620,6 +620,25 @@ async def test_a_restored_collection_goes_on_from_the_tokens_it_had() -> None:
     assert len(engine.submitted[0].prompt_ids) > 90
 
 
+async def test_a_state_saved_after_the_end_of_its_block_has_all_that_there_was() -> None:
+    engine = ScriptedEngine(script=lengths_by_number, token_s=0.0005)
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect(prompts(30), sampling=sr.Sampling(max_new_tokens=500), target_groups=5)
+        async with collector:
+            seen = numbers(await collector)
+        state = collector.state_dict()
+        assert is_idle(rollout, engine)
+    assert any(sample["prior"] for group in state["groups"] for sample in group["samples"])
+    async with rollout_of(ScriptedEngine(script=lengths_by_number)) as rollout:
+        collector = rollout.collect(prompts(30), sampling=sr.Sampling(max_new_tokens=500), target_groups=5)
+        collector.load_state_dict(state)
+        async for batch in collector:
+            seen += numbers(batch)
+            for group in batch.groups:
+                assert group.completions[0].token_ids == tuple(range(10 * (group.prompt_ids[1] + 1)))
+    assert sorted(seen) == list(range(30))
+
+
 async def test_seeds_go_on_where_they_were() -> None:
     async def seeds(split: int | None) -> list[Any]:
         engine = ScriptedEngine(deterministic=True)
@@ -657,3 +676,108 @@ async def test_a_state_can_only_be_saved_of_json_values_and_loaded_before_the_st
         with pytest.raises(sr.LifecycleError, match="before the first batch"):
             collector.load_state_dict({"format": 1})
         waiting.cancel()
+
+
+# ------------------------------------------------------------ episodes
+
+
+async def two_turns(session: sr.Session, task: sr.Task) -> float:
+    """A turn, three tokens from outside, and another turn."""
+    session.add_tokens(task.prompt)  # type: ignore[arg-type]
+    await session.generate()
+    session.add_tokens([7, 7, 7])
+    await session.generate()
+    return float(task.data)
+
+
+async def test_an_episode_of_several_turns_is_a_sample_like_any_other() -> None:
+    source = [sr.Task([1, i], i) for i in range(4)]
+    async with rollout_of() as rollout:
+        batch = await rollout.collect(
+            source, n=2, sampling=sr.Sampling(max_new_tokens=5, ignore_eos=True), episode=two_turns
+        )
+    assert batch.rewards.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert batch.prompt_lengths.tolist() == [2] * 8
+    assert batch.generation_lengths.tolist() == [13] * 8
+    assert batch.loss_mask[0].tolist() == [0, 0, *[1] * 5, 0, 0, 0, *[1] * 5]
+    assert batch.output_ids[0, 7:10].tolist() == [7, 7, 7]
+
+
+async def test_an_episode_that_leaves_the_reward_open_is_rewarded_as_a_whole() -> None:
+    async def episode(session: sr.Session, task: sr.Task) -> None:
+        await two_turns(session, task)
+
+    def reward(completion: sr.Completion, task: sr.Task) -> float:
+        return len(completion.token_ids) + float(task.data)
+
+    async with rollout_of() as rollout:
+        batch = await rollout.collect(
+            [sr.Task([1, 5], 100)],
+            sampling=sr.Sampling(max_new_tokens=5, ignore_eos=True),
+            episode=episode,
+            reward=reward,
+        )
+    assert batch.rewards.tolist() == [113]
+
+
+async def test_an_episode_that_raises_is_a_failed_sample_with_what_it_had() -> None:
+    async def episode(session: sr.Session, task: sr.Task) -> float:
+        if task.data == 2:
+            await two_turns(session, task)
+        if task.data in (2, 3):
+            raise ValueError("the environment broke")
+        return await two_turns(session, task)
+
+    source = [sr.Task([1, i], i) for i in range(5)]
+    async with rollout_of() as rollout:
+        collector = rollout.collect(source, sampling=SHORT, episode=episode)
+        batch = await collector
+    assert numbers(batch) == [0, 1, 4]
+    assert batch.report is not None
+    assert batch.report.num_failed == 2
+
+
+async def test_leaving_the_loop_ends_its_episodes_and_frees_their_slots() -> None:
+    engine = ScriptedEngine(token_s=0.001)
+    ended = 0
+
+    async def episode(session: sr.Session, task: sr.Task) -> float:
+        nonlocal ended
+        try:
+            return await two_turns(session, task)
+        finally:
+            ended += 1
+
+    source = [sr.Task([1, i], i) for i in range(8)]
+    async with rollout_of(engine) as rollout:
+        async with rollout.collect(source, sampling=LONG, target_groups=1, episode=episode) as batches:
+            with anyio.move_on_after(0.05):
+                await batches
+            assert batches.stats is not None
+            assert batches.stats.num_active == 8
+        assert ended == 8
+        assert is_idle(rollout, engine)
+
+
+async def test_episodes_wait_while_the_engines_sleep_and_go_on_from_their_tokens() -> None:
+    engine = ScriptedEngine(memory_saver=True, token_s=0.0005)
+    async with rollout_of(engine) as rollout:
+        source = [sr.Task([1, i], i) for i in range(3)]
+        collector = rollout.collect(source, sampling=LONG, episode=two_turns)
+        waiting = asyncio.ensure_future(anyio_await(collector))
+        await until(lambda: engine.num_tokens > 300)
+        waiting.cancel()
+        await rollout.sleep(["kv_cache"], drain_s=0)
+        await rollout.wake()
+        batch = await collector
+    assert batch.rewards.tolist() == [0, 1, 2]
+    assert batch.generation_lengths.tolist() == [803] * 3
+    assert any(len(request.prompt_ids) > 50 for request in engine.submitted)
+
+
+@pytest.mark.parametrize(
+    "options", [{"episode": 3}, {"session": {"max_turns": 2}}, {"episode": two_turns, "session": {"max_turns": 0}}]
+)
+def test_wrong_options_of_episodes_are_refused_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(sr.ConfigError):
+        rollout_of().collect(prompts(3), **options)

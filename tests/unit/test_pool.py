@@ -247,3 +247,25 @@ async def test_an_engine_that_dies_while_others_still_start_never_gets_work() ->
         assert [member.state for member in pool.members] == [EngineState.DEAD, EngineState.READY]
         with anyio.fail_after(5):
             assert (await ended(await submitted(pool))).finish_reason == "length"
+
+
+async def test_who_waits_for_a_pool_that_sleeps_goes_on_when_it_wakes_and_fails_when_it_ends() -> None:
+    async with running([ScriptedEngine()]) as pool:
+        await pool.until_open()
+        pool.members[0].asleep = {"kv_cache": 0}
+        pool.changed()
+        waiting = [asyncio.ensure_future(pool.until_open()) for _ in range(2)]
+        await turns()
+        assert not any(task.done() for task in waiting)
+        pool.members[0].asleep = {}
+        pool.changed()
+        await asyncio.gather(*waiting)
+
+        pool.members[0].asleep = {"kv_cache": 0}
+        pool.changed()
+        last = asyncio.ensure_future(pool.until_open())
+        await turns()
+        pool.shut(LifecycleError("the end"))
+        with pytest.raises(LifecycleError, match="the end"):
+            await last
+        assert pool.watchers == []

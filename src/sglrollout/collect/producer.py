@@ -92,11 +92,11 @@ class Producer:
         self._parent.start_soon(self._run)
 
     def abandon(self, reason: str = "the collection was left") -> None:
-        """Abort all that runs. Nothing is delivered any more."""
+        """Abort all that runs. Nothing is delivered any more, and all of it can still be saved."""
         self._failure = self._failure or LifecycleError(reason)
         self._scope.cancel()
         for run in list(self._ledger.runs.values()):
-            self._ledger.take_back(run, keep=False)
+            self._ledger.take_back(run, keep=True)
         self._notify()
 
     async def _run(self) -> None:
@@ -289,9 +289,6 @@ class Producer:
             if run.attempt != attempt:
                 return
             slot.stop_following()
-            if isinstance(completion.error, (LifecycleError, StaleWeightsError)) and self._refused():
-                self._queue(run, i)
-                return
             slot.completion, slot.reward = dataclasses.replace(completion, index=i), reward
         if slot.completion is not None:
             await self._settle(run, slot)

@@ -167,6 +167,11 @@ class EngineHost:
     async def _on_memory(self, timeout_s: float) -> dict[str, Any]:
         return {"ranks": await self._engine.call_schedulers("memory", timeout_s)}
 
+    async def _on_parse_tool_calls(
+        self, text: str, tools: list[dict[str, Any]], parser: str, timeout_s: float
+    ) -> dict[str, Any]:
+        return await asyncio.wait_for(asyncio.to_thread(self._engine.parse_tool_calls, text, tools, parser), timeout_s)
+
     def _emit(self, outputs: Outputs | EncodedOutputs) -> None:
         self._channel.send(outputs)
 

@@ -32,6 +32,7 @@ from sglrollout.engine.environment import not_for_engines
 from sglrollout.engine.scheduler_main import ignore_sigquit, run_detokenizer, run_scheduler
 from sglrollout.engine.scheduler_outputs import to_finish
 from sglrollout.engine.scratch import note_file
+from sglrollout.engine.tool_calls import parse_tool_calls
 from sglrollout.errors import EngineRequestError
 from sglrollout.wire.messages import EncodedOutputs, EngineInfo, Finish, Generate, Launch, Load, Output, Outputs
 
@@ -427,6 +428,10 @@ class SGLangEngine:
         async with self._state_lock:
             request = ResumeMemoryOccupationReqInput(tags=tags)
             await asyncio.wait_for(self._manager.resume_memory_occupation(request, None), timeout_s)
+
+    def parse_tool_calls(self, text: str, tools: list[dict[str, Any]], parser: str) -> dict[str, Any]:
+        """Tool calls in a text, by SGLang's parser of that name. Blocks: the first call imports them all."""
+        return parse_tool_calls(text, tools, parser, self._manager.tokenizer)
 
     async def call_schedulers(self, method: str, within_s: float, arguments: dict[str, Any] | None = None) -> list[Any]:
         """Run a method of the agent in every TP rank, between two steps.

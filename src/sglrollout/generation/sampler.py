@@ -122,10 +122,11 @@ class Sampler:
         outside = next((token for token in ids if not 0 <= token < self.info.vocab_size), None)
         if outside is not None:
             raise ConfigError(field, outside, f"must hold token ids from 0 to {self.info.vocab_size - 1}")
-        return Prepared(prompt, tuple(ids), self._room(len(ids)))
+        return Prepared(prompt, tuple(ids), self.room(len(ids)))
 
-    def _room(self, num_prompt_tokens: int) -> int:
-        if num_prompt_tokens >= self.info.max_prompt_tokens:  # SGLang refuses a prompt of that length itself
+    def room(self, num_prompt_tokens: int) -> int:
+        """Tokens that the context has left after a prompt of so many; 0 also for one that SGLang refuses."""
+        if num_prompt_tokens >= self.info.max_prompt_tokens:
             return 0
         return min(self.info.context_length, self.info.max_total_tokens) - num_prompt_tokens
 

@@ -72,6 +72,11 @@ class Dispatcher(Generic[T]):
         return len(self._waiting)
 
     @property
+    def closed(self) -> bool:
+        """Whether it takes nobody any more."""
+        return self._closed is not None
+
+    @property
     def refusal(self) -> Exception | None:
         """Why it takes nobody now, if so."""
         return self._closed or self._refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from anyio.abc import TaskGroup
 
 from sglrollout.concurrency import in_parallel
 from sglrollout.engine.protocol import Engine
-from sglrollout.errors import LifecycleError, NoEngineError, StaleWeightsError
+from sglrollout.errors import LifecycleError, NoEngineError, StaleWeightsError, fresh
 from sglrollout.pool.dispatcher import Dispatcher
 from sglrollout.pool.limits import Limit
 from sglrollout.wire.messages import Load
@@ -158,8 +159,9 @@ class Pool:
         if all(other.state is EngineState.DEAD for other in self.members):
             gone = NoEngineError(f"every engine of the pool is dead; the last: {error}")
             gone.__cause__ = error
-            self.dispatcher.close(gone)
-        self.changed()
+            self.shut(gone)
+        else:
+            self.changed()
 
     # ------------------------------------------------------------ states
 
@@ -215,8 +217,34 @@ class Pool:
             tags = sorted({tag for member in self.members for tag in member.asleep})
             self.dispatcher.refuse(LifecycleError(f"the engines are asleep ({', '.join(tags)}): call wake() first"))
         self.dispatcher.wake()
+        self._tell()
+
+    def _tell(self) -> None:
         for watcher in tuple(self.watchers):
             watcher()
+
+    async def until_open(self) -> None:
+        """Wait while no engine takes work and one may again: while they are asleep, or stale.
+
+        Raises:
+            NoEngineError: they are all dead.
+            LifecycleError: the pool is closed.
+        """
+        changed = asyncio.Event()
+        self.watchers.append(changed.set)
+        try:
+            while (refusal := self.dispatcher.refusal) is not None:
+                if self.dispatcher.closed:
+                    raise fresh(refusal)
+                changed.clear()
+                await changed.wait()
+        finally:
+            self.watchers.remove(changed.set)
+
+    def shut(self, reason: Exception) -> None:
+        """Take no work any more: what waits for a slot, and what comes, fails with ``reason``."""
+        self.dispatcher.close(reason)
+        self._tell()
 
     async def close(self) -> None:
         """End all engines, in parallel."""

@@ -12,7 +12,7 @@ import msgspec
 
 from sglrollout.boxes import Box
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 # ---------------------------------------------------------------- both ways
@@ -75,6 +75,7 @@ CommandName: TypeAlias = Literal[
     "sleep",
     "wake",
     "memory",
+    "parse_tool_calls",
 ]
 
 

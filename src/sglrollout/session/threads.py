@@ -1,0 +1,93 @@
+"""Threads for the user's blocking code: tools and environments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import anyio
+from anyio.lowlevel import RunVar
+
+MOST_THREADS = 128
+_numbers = itertools.count()
+_slots: RunVar[anyio.CapacityLimiter] = RunVar("sglrollout_session_threads")
+
+
+def thread_slots() -> anyio.CapacityLimiter:
+    """How many blocking tools may run at once on this event loop."""
+    try:
+        return _slots.get()
+    except LookupError:
+        _slots.set(anyio.CapacityLimiter(MOST_THREADS))
+        return _slots.get()
+
+
+class Worker:
+    """One thread that makes calls one after another. Cancelling a wait leaves its call to itself.
+
+    Not anyio's worker threads: they are no daemons, so that a tool that hangs would keep the script from exiting, and
+    an environment's calls would come on one thread now and on another then, which sqlite3 or a browser would refuse.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` gives, or raises."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def report(value: Any, error: BaseException | None) -> None:
+            if not future.done():
+                future.set_result((value, error))  # an exception set on a future must not be a StopIteration
+
+        def job() -> None:
+            value, error = None, None
+            try:
+                value = context.run(function)
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(report, value, error)
+
+        self._start()
+        self._jobs.put(job)
+        value, error = await future
+        if error is not None:
+            raise error
+        return value
+
+    def end(self) -> None:
+        """End the thread, once it has made the call it is at."""
+        self._jobs.put(None)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            name = f"sglrollout-session-{next(_numbers)}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it is to be awaited: a coroutine function, or an object with such a ``__call__``."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def outcome(function: Callable[[], Any], asynchronous: bool, worker: Worker) -> Any:
+    """What a user's function gives: awaited, or called on ``worker``'s thread."""
+    value = function() if asynchronous else await worker.call(function)
+    return await value if inspect.isawaitable(value) else value

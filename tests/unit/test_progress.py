@@ -1,0 +1,88 @@
+"""What a person sees of a collection."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+import sglrollout as sr
+from sglrollout.observe import progress
+from sglrollout.testing import ScriptedEngine
+
+CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False)
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have rich take what captures stderr for a terminal."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "140")
+
+
+async def waited_for(num_groups: int | None, show: bool, **numbers: Any) -> None:
+    """A view, for long enough to be drawn more than once."""
+    shown = {
+        **{"num_queued": 7, "num_active": 12, "num_stalled": 3, "num_rewarding": 2, "num_ready": 5, "num_failed": 1},
+        **{"filtered": {"zero_std": 4}, "tokens_per_s": 6543.2, "weight_version": 9, "staleness_max": 2},
+    }
+    with progress.collecting(lambda: SimpleNamespace(**shown, **numbers), num_groups, show):
+        await anyio.sleep(0.6)
+
+
+async def test_a_terminal_shows_what_is_active_queued_stalled_filtered_and_how_stale(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal(monkeypatch)
+    await waited_for(8, True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    for part in ("active", "queued", "stalled", "5/8", "4 zero_std", "6,543", "weight version 9"):
+        assert part in shown.err
+
+
+async def test_a_notebook_shows_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    await waited_for(8, True)
+    shown = capsys.readouterr().err
+    assert "5/8" in shown
+    assert "stalled=3" in shown
+    assert "\n" not in shown.strip()
+
+
+async def test_nothing_is_shown_when_it_is_not_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    await waited_for(8, False)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("setting", "ci", "wanted"), [(True, "1", True), (False, "", False), (None, "1", False)])
+def test_progress_is_off_in_ci_unless_it_is_asked_for(
+    setting: bool | None, ci: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    assert progress.wanted(setting) is wanted
+
+
+async def test_a_collection_shows_its_view_while_a_batch_is_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal(monkeypatch)
+    engine = ScriptedEngine(token_s=0.01)
+    async with sr.AsyncRolloutEngine(config=CONFIG, engines=[engine]) as rollout:
+        await rollout.collect([[1], [2]], sampling=sr.Sampling(max_new_tokens=40, ignore_eos=True), progress=True)
+    assert "collecting under weight version 0" in capsys.readouterr().err
+
+
+async def test_a_view_ends_with_the_wait_also_when_that_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal(monkeypatch)
+    engine = ScriptedEngine(die_after=20, token_s=0.01)
+    async with sr.AsyncRolloutEngine(config=CONFIG, engines=[engine]) as rollout:
+        with pytest.raises(sr.NoEngineError):
+            await rollout.collect([[1], [2]], sampling=sr.Sampling(max_new_tokens=400, ignore_eos=True), progress=True)
+        capsys.readouterr()
+        await anyio.sleep(0.6)
+    assert capsys.readouterr().err == ""
