@@ -158,6 +158,8 @@ class TurnRun:
 
     def _was_interrupted(self, error: Exception | None, cut: bool) -> bool:
         """Whether what ended a sample was not its own fault, and has not happened too often."""
+        if self._left:
+            return False
         if self._patient and isinstance(error, (LifecycleError, StaleWeightsError)):
             return True
         if isinstance(error, (EngineDiedError, StaleWeightsError)):

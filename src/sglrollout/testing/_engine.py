@@ -14,6 +14,7 @@ import anyio
 
 from sglrollout.engine.protocol import Request
 from sglrollout.errors import EngineDiedError, EngineError, EngineRequestError, EngineStartError, LifecycleError
+from sglrollout.testing.tool_calls import parse_tool_calls
 from sglrollout.wire.messages import EngineInfo, Finish, Load
 
 DEFAULT_NEW_TOKENS = 128
@@ -326,6 +327,9 @@ class FakeEngine(ABC, Generic[T]):
     def _memory(self) -> dict[str, Any]:
         return {"ranks": [{"free": 1 << 40, "total": 1 << 40, "reserved": 0}]}
 
+    def _parse_tool_calls(self, text: str, tools: list[dict[str, Any]], parser: str) -> dict[str, Any]:
+        return parse_tool_calls(text, tools, parser)
+
     def _nothing(self, **arguments: Any) -> dict[str, Any]:
         return {}
 
@@ -342,4 +346,5 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "sleep": FakeEngine._nothing,
     "wake": FakeEngine._nothing,
     "memory": FakeEngine._memory,
+    "parse_tool_calls": FakeEngine._parse_tool_calls,
 }
