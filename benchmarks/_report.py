@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from _measure import Measurement
 
 BASELINE = "raw/tasks"
-GENERATE, STREAM8, STREAM1 = "sglrollout/generate", "sglrollout/stream8", "sglrollout/stream1"
+GENERATE, COLLECT = "sglrollout/generate", "sglrollout/collect"
+STREAM8, STREAM1 = "sglrollout/stream8", "sglrollout/stream1"
 
 
 class Target(NamedTuple):

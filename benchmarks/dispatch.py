@@ -25,13 +25,13 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 from _http import run_http, serve
 from _measure import Delta, Measurement, Row, Sample, collect, measure
 from _raw import run_raw
-from _report import GENERATE, STREAM1, STREAM8, check_targets, print_table, summarize
+from _report import COLLECT, GENERATE, STREAM1, STREAM8, check_targets, print_table, summarize
 from _shapes import SHAPES, Work, write_model
 
 from sglrollout.engine import cpu_support
@@ -80,6 +80,11 @@ async def _measure_sglrollout(work: Work) -> None:
             completions = [group.completions[0] for group in groups]
             return [Sample(completion.token_ids, completion.logprobs or ()) for completion in completions]
 
+        async def collected(prompts: list[list[int]], num_tokens: int) -> list[Sample]:
+            batch = await rollout.collect(prompts, sampling=sampling(num_tokens), reward=_reward)
+            completions = [group.completions[0] for group in batch.groups]
+            return [Sample(completion.token_ids, completion.logprobs or ()) for completion in completions]
+
         def stream(chunk_tokens: int) -> Row:
             async def deltas(prompt: list[int], num_tokens: int) -> AsyncIterator[Delta]:
                 async for chunk in rollout.stream(prompt, sampling(num_tokens), chunk_tokens=chunk_tokens):
@@ -94,7 +99,11 @@ async def _measure_sglrollout(work: Work) -> None:
         assert info is not None
         if not info.fast_outputs:
             print(f"{_NOTE}fast outputs are off: {'; '.join(info.warnings)}", flush=True)
-        await measure({GENERATE: generate, STREAM8: stream(8), STREAM1: stream(1)}, work, info.pid)
+        await measure({GENERATE: generate, COLLECT: collected, STREAM8: stream(8), STREAM1: stream(1)}, work, info.pid)
+
+
+def _reward(completion: Any) -> float:
+    return float(len(set(completion.token_ids)))
 
 
 def run_way(args: argparse.Namespace) -> None:
