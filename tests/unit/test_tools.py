@@ -18,7 +18,7 @@ import pytest
 
 import sglrollout as sr
 from sglrollout.session import tools as tools_module
-from sglrollout.session.parsing import suggested
+from sglrollout.session.parsing import ToolParser, suggested
 from sglrollout.session.threads import Worker, thread_slots
 from sglrollout.session.tools import Tool, ToolCall, ToolResult, run_tools, tools_of
 
@@ -366,3 +366,21 @@ def test_the_chat_template_gives_away_the_parser(template: str, parser: str) -> 
 def test_a_template_that_gives_nothing_away_asks_for_a_parser() -> None:
     with pytest.raises(sr.ConfigError, match="tool_parser must be given"):
         suggested("{{ messages }}")
+
+
+async def test_a_parser_that_does_not_suit_the_model_is_refused_with_its_reason() -> None:
+    class Pool:
+        """Of one engine, whose host refuses."""
+
+        serving, name = True, "engine-0"
+
+        def __init__(self) -> None:
+            self.members, self.engine = [self], self
+
+        async def command(self, name: str, timeout_s: float, **arguments: Any) -> dict[str, str]:
+            return {"refused": "ValueError: response_template is required"}
+
+    pool: Any = Pool()
+    with pytest.raises(sr.ConfigError, match=r"for this model .*response_template is required") as caught:
+        await ToolParser(pool, "response_template", "", []).check()
+    assert caught.value.field == "tool_parser"

@@ -22,7 +22,7 @@ def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str, tokeni
     Returns:
         ``content``, the text without calls, and ``calls``: each call's name, known or not, and its arguments as JSON
         text. A text without a call that the parser understands is all content. Only ``known``, the names of all
-        parsers, when there is no such parser.
+        parsers, when there is no such parser; only ``refused`` when it does not suit this model, with why.
     """
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.environ import envs
@@ -30,7 +30,10 @@ def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str, tokeni
 
     if parser not in FunctionCallParser.ToolCallParserEnum:
         return {"known": list(FunctionCallParser.ToolCallParserEnum)}
-    found = FunctionCallParser([Tool(**tool) for tool in tools], parser, tokenizer=tokenizer)
+    try:
+        found = FunctionCallParser([Tool(**tool) for tool in tools], parser, tokenizer=tokenizer)
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
     calls: list[Any] = []
     content = text
     # SGLang drops calls of tools that do not exist unless this is set, and the model would never hear of it. It lives

@@ -86,6 +86,8 @@ class ToolParser:
                 continue
             if known := answer.get("known"):
                 raise ConfigError("tool_parser", parser, _rule(parser, known))
+            if refused := answer.get("refused"):
+                raise ConfigError("tool_parser", parser, f"must be a parser for this model and these tools ({refused})")
             return answer["content"], [(name, arguments) for name, arguments in answer["calls"]]
         raise NoEngineError("every engine of the pool is dead, and tool calls are parsed in their hosts")
 
