@@ -49,6 +49,7 @@ from sglrollout.generation.batch import GroupStream
 from sglrollout.generation.stream import Stream
 from sglrollout.pool.sleep import SleepReport
 from sglrollout.rollout import AsyncRolloutEngine, EngineStatus
+from sglrollout.serve.endpoint import OpenAIEndpoint
 from sglrollout.session.environment import Environment
 from sglrollout.session.session import Session
 from sglrollout.session.stream import SessionStream
@@ -92,6 +93,7 @@ __all__ = [
     "MismatchReport",
     "ModuleSource",
     "NoEngineError",
+    "OpenAIEndpoint",
     "Padding",
     "PlacementError",
     "Prompt",

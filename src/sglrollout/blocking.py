@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from sglrollout.generation.batch import OnError
 from sglrollout.generation.stream import Stream
 from sglrollout.pool.sleep import TAGS, SleepReport
 from sglrollout.rollout import AsyncRolloutEngine, EngineStatus, config_of, refuse_fork
+from sglrollout.serve.endpoint import OpenAIEndpoint
 from sglrollout.session.environment import Environment
 from sglrollout.session.episode import Episode
 from sglrollout.session.parsing import UserParser
@@ -419,6 +421,30 @@ class RolloutEngine:
             chat_template_kwargs=chat_template_kwargs,
         )
         return BlockingSession(session, self._call)
+
+    def serve_openai(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        model_name: str | None = None,
+        tool_parser: str | UserParser | None = None,
+        max_conversations: int = 10_000,
+        timeout_s: float | None = None,
+    ) -> AbstractContextManager[OpenAIEndpoint]:
+        """Serve agents that are written against the OpenAI API: ``with rollout.serve_openai() as endpoint``."""
+        endpoint = self._rollout.serve_openai(
+            host=host,
+            port=port,
+            api_key=api_key,
+            model_name=model_name,
+            tool_parser=tool_parser,
+            max_conversations=max_conversations,
+            timeout_s=timeout_s,
+        )
+        assert self._portal is not None
+        return self._portal.wrap_async_context_manager(endpoint)
 
     def flush_cache(self, timeout_s: float = 5.0) -> None:
         """Empty the prefix cache of every engine, once nothing runs in it, within ``timeout_s``."""

@@ -31,6 +31,7 @@ from sglrollout.generation.stream import Stream
 from sglrollout.observe import progress as _progress
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.pool.sleep import TAGS, SleepReport, sleep, wake
+from sglrollout.serve.endpoint import OpenAIEndpoint
 from sglrollout.session.episode import Episode, play_episode
 from sglrollout.session.parsing import UserParser
 from sglrollout.session.session import Session
@@ -463,6 +464,46 @@ class AsyncRolloutEngine:
             timeout_s=self._timeout(timeout_s),
             chunk_tokens=self.config.chunk_tokens,
             chat_template_kwargs=chat_template_kwargs,
+        )
+
+    def serve_openai(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        model_name: str | None = None,
+        tool_parser: str | UserParser | None = None,
+        max_conversations: int = 10_000,
+        timeout_s: float | None = None,
+    ) -> OpenAIEndpoint:
+        """Serve agents that are written against the OpenAI API: ``async with rollout.serve_openai() as endpoint``.
+
+        Each conversation is a session: its turns go on from its exact tokens, which can be had afterwards by the id of
+        a response. See :class:`OpenAIEndpoint`.
+
+        Args:
+            host: to listen on; the default is this machine alone.
+            port: 0 takes a free one.
+            api_key: that clients must have; a random one by default.
+            model_name: that requests give; the config's ``model`` by default.
+            tool_parser: as of :meth:`session`.
+            max_conversations: responses to remember; the least recently used are forgotten first.
+            timeout_s: per turn, its wait for a slot included. Default: the config's.
+
+        Raises:
+            ConfigError: an option is wrong; when it opens: the address cannot be had.
+        """
+        return OpenAIEndpoint(
+            self._sampler,
+            self.config.model if model_name is None else model_name,
+            host=host,
+            port=port,
+            api_key=api_key,
+            tool_parser=tool_parser,
+            max_conversations=max_conversations,
+            timeout_s=self._timeout(timeout_s),
+            chunk_tokens=self.config.chunk_tokens,
         )
 
     async def _sampler(self) -> Sampler:
