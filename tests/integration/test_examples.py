@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,22 +14,27 @@ import sglrollout as sr
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-COMMANDS = {
-    "collect.py": ["--tiny", "--steps", "3", "--save", "batch"],
+FOLDER = Path(__file__).parents[2] / "examples"
+
+
+def check_collect(output: str, folder: Path) -> None:
+    """A line per step, each under newer weights, and a batch that was saved."""
+    assert re.findall(r"^(\d+) +(\d+) ", output, re.MULTILINE) == [("1", "0"), ("2", "1"), ("3", "2")]
+    batch = sr.RolloutBatch.load(folder / "batch")
+    assert batch.batch_size == 16
+    assert batch.max_staleness(2) <= 1
+
+
+EXAMPLES: dict[str, tuple[list[str], Callable[[str, Path], None]]] = {
+    "collect.py": (["--tiny", "--steps", "3", "--save", "batch"], check_collect),
 }
-"""Examples that have a tiny model, with arguments for a quick run."""
+"""Arguments for a quick run with a tiny model, and what is checked of its output and of the folder it ran in."""
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / name), *COMMANDS[name]]
+    arguments, check = EXAMPLES[name]
+    command = [sys.executable, str(FOLDER / name), *arguments]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
-    if name == "collect.py":
-        lines = [line.split() for line in run.stdout.splitlines()]
-        steps = [line[:2] for line in lines if line and line[0].isdigit()]
-        assert steps == [["1", "0"], ["2", "1"], ["3", "2"]]
-        batch = sr.RolloutBatch.load(tmp_path / "batch")
-        assert batch.batch_size == 16
-        assert batch.max_staleness(2) <= 1
+    check(run.stdout, tmp_path)

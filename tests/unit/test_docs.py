@@ -82,6 +82,9 @@ CONVENTIONS: dict[str, type] = {
     "group": sr.Group,
     "completion": sr.Completion,
     "chunk": sr.Chunk,
+    "collector": sr.Collector,
+    "batch": sr.RolloutBatch,
+    "task": sr.Task,
 }
 """What a name on a page stands for."""
 
