@@ -357,7 +357,7 @@ class RolloutEngine:
         target_groups: int | None = None,
         reward: Reward | None = None,
         group_reward: GroupReward | None = None,
-        filter: Filter | Sequence[Filter] = (),
+        filter: Filter | Sequence[Filter] | None = None,
         episode: Episode | None = None,
         session: Mapping[str, Any] | None = None,
         over_sample: float = 1.0,

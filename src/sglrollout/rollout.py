@@ -37,6 +37,7 @@ from sglrollout.session.parsing import UserParser
 from sglrollout.session.session import Session
 from sglrollout.session.tools import Tool
 from sglrollout.text import Tokenizer
+from sglrollout.threads import is_async
 from sglrollout.types import Group, Prompt
 from sglrollout.wire.messages import EngineInfo, Load
 
@@ -327,7 +328,7 @@ class AsyncRolloutEngine:
         target_groups: int | None = None,
         reward: Reward | None = None,
         group_reward: GroupReward | None = None,
-        filter: Filter | Sequence[Filter] = (),
+        filter: Filter | Sequence[Filter] | None = None,
         episode: Episode | None = None,
         session: Mapping[str, Any] | None = None,
         over_sample: float = 1.0,
@@ -356,7 +357,8 @@ class AsyncRolloutEngine:
             sampling: default: ``Sampling()``.
             target_groups: groups per batch, after filters. ``None`` is one batch of the whole source.
             reward: of a sample: ``(completion)`` or ``(completion, task)`` to a number. A plain function runs in a
-                worker thread, an async one is awaited.
+                worker thread, an async one is awaited. (A second argument with a default is the task if it is called
+                so.)
             group_reward: in place of ``reward``, of a whole group: ``(group)`` or ``(group, task)`` to a number each.
             filter: of a rewarded group, or several in turn: to a :class:`Verdict`, or to ``True`` for one that is kept.
                 Others are replaced by new ones, until the batch is full. See :mod:`sglrollout.filters`.
@@ -364,18 +366,20 @@ class AsyncRolloutEngine:
                 ``reward`` is to judge the whole. It adds messages to the session and takes turns; the task's prompt is
                 its own to use. An episode that raises is a failed sample. One that is taken back starts over.
             session: options of the episodes' sessions, as :meth:`session` takes them.
-            over_sample: groups to start for each that a batch needs, so that it need not wait for the slowest. What it
-                did not need is taken back where ``max_staleness`` does not leave it for the next batch.
+            over_sample: groups to start for each that a batch needs, so that it need not wait for the slowest. Those
+                that it did not need go on, for the next batch, as far as ``max_staleness`` lets them (without a bound,
+                all); the others are taken back.
             surplus: what becomes of a group that is taken back. Its prompt always stays, first in line; ``abort``
-                drops its tokens, ``partial`` goes on from them later (they keep their logprobs and versions).
+                drops its tokens, ``partial`` goes on from them later, if they are not too stale by then (they keep
+                their logprobs and versions).
             max_staleness: bound on the weight version at which a batch is taken less that of its samples' oldest token.
                 0 is strictly on-policy; ``None`` is no bound.
             max_failures: share of failed samples, among the latest 256, at which the collection stops.
             drop_last: leave out a last batch that is not full.
             padding: of the batch's tensors; the model's pad token, on the right, by default.
             seed: of the samples' seeds, with ``RolloutConfig(deterministic=True)``.
-            timeout_s: per sample, its wait for a slot included. Default: the config's.
-            reward_timeout_s: for one call of a reward or a filter.
+            timeout_s: per sample, its wait for a slot included; anew when it is resumed. Default: the config's.
+            reward_timeout_s: for one call of a reward or a filter. A plain function that takes longer keeps its thread.
             reward_workers: threads for rewards and filters that are plain functions.
             progress: show a live view while a batch is waited for. Default: the config's.
 
@@ -406,6 +410,8 @@ class AsyncRolloutEngine:
             play=self._play(episode, session, sampling, timeout_s),
         )
         show = _progress.wanted(self.config.progress if progress is None else progress)
+        if padding is not None and not isinstance(padding, Padding):
+            raise ConfigError("padding", padding, "must be a sglrollout.Padding")
         return Collector(self._until_ready, source, options, padding or Padding(), show)
 
     def _play(
@@ -419,7 +425,7 @@ class AsyncRolloutEngine:
             if options is not None:
                 raise ConfigError("session", options, "is for episodes, and no episode is given")
             return None
-        if not callable(episode):
+        if not is_async(episode):
             raise ConfigError("episode", episode, "must be an async function of a session and a task")
         given = {"sampling": sampling, "timeout_s": timeout_s, **(options or {})}
         self.session(**given)  # refused now, if it is to be refused

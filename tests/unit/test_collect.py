@@ -167,6 +167,12 @@ async def test_an_exception_of_the_source_is_raised_from_the_loop() -> None:
         ({"reward": lambda: 1.0}, "reward"),
         ({"reward": lambda c: 1.0, "group_reward": lambda g: [1.0]}, "group_reward"),
         ({"filter": "zero_std"}, "filter"),
+        ({"filter": 3}, "filter"),
+        ({"padding": {"side": "left"}}, "padding"),
+        ({"drop_last": "no"}, "drop_last"),
+        ({"reward": lambda completion, task, third: 1.0}, "reward"),
+        ({"reward": lambda completion, *, key: 1.0}, "reward"),
+        ({"episode": lambda session, task: 1.0}, "episode"),
         ({"sampling": sr.Sampling(logprobs=False)}, "sampling.logprobs"),
         ({"reward_timeout_s": 0}, "reward_timeout_s"),
         ({"reward_workers": 0}, "reward_workers"),
@@ -179,9 +185,19 @@ def test_a_wrong_option_is_refused_before_anything_starts(options: dict[str, Any
     assert caught.value.field == field
 
 
-def test_a_single_text_is_no_source() -> None:
+@pytest.mark.parametrize("source", ["a prompt", {"prompt": [1, 2]}, 3])
+def test_a_single_prompt_is_no_source(source: Any) -> None:
     with pytest.raises(sr.ConfigError, match="put a single one into a list"):
-        rollout_of().collect("a prompt")
+        rollout_of().collect(source)
+
+
+@pytest.mark.parametrize(
+    "options", [{"sampling": sr.Sampling(seed=1)}, {"sampling": sr.Sampling(lora="a")}, {"seed": 1}]
+)
+async def test_what_the_engines_would_ignore_is_refused(options: dict[str, Any]) -> None:
+    async with rollout_of() as rollout:
+        with pytest.raises(sr.ConfigError):
+            await rollout.collect(prompts(3), **options)
 
 
 # ------------------------------------------------------------ rewards and filters
@@ -348,7 +364,7 @@ async def test_a_reward_that_fails_fails_its_sample_and_not_the_run(kind: str) -
         if kind == "raises":
             raise ValueError("cannot parse")
         if kind == "too slow":
-            time.sleep(0.5)
+            time.sleep(3)
         return {"not a number": "good", "not finite": float("nan")}.get(kind, 1.0)
 
     def of_group(group: sr.Group) -> list[float]:
@@ -356,7 +372,7 @@ async def test_a_reward_that_fails_fails_its_sample_and_not_the_run(kind: str) -
 
     options: dict[str, Any] = {"group_reward": of_group} if kind == "group too short" else {"reward": reward}
     async with rollout_of() as rollout:
-        collector = rollout.collect(prompts(6), n=2, sampling=SHORT, reward_timeout_s=0.1, **options)
+        collector = rollout.collect(prompts(6), n=2, sampling=SHORT, reward_timeout_s=1, **options)
         batch = await collector
     assert numbers(batch) == [0, 2, 3, 4, 5]
     assert batch.report is not None
@@ -781,3 +797,256 @@ async def test_episodes_wait_while_the_engines_sleep_and_go_on_from_their_tokens
 def test_wrong_options_of_episodes_are_refused_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(sr.ConfigError):
         rollout_of().collect(prompts(3), **options)
+
+
+# ------------------------------------------------------------ moments at which things meet
+
+
+def ends_early(prompt_ids: Sequence[int], sampling: Any, index: int) -> tuple[list[int], list[float]]:
+    """Five tokens, and an end of its own."""
+    return [9] * 5, [-0.5] * 5
+
+
+async def test_a_sample_that_had_just_ended_is_not_sampled_on_when_it_is_saved_or_taken_back() -> None:
+    seen: list[int] = []
+    engine = ScriptedEngine(script=ends_early)
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect(prompts(12), sampling=sr.Sampling(max_new_tokens=100))
+        waiting = asyncio.ensure_future(anyio_await(collector))
+        states = []
+        while not waiting.done():
+            await asyncio.sleep(0)
+            if collector.stats is not None:
+                states.append(json.dumps(collector.state_dict()))
+    for state in states[:: max(1, len(states) // 12)]:
+        async with rollout_of(ScriptedEngine(script=ends_early)) as rollout:
+            collector = rollout.collect(prompts(12), sampling=sr.Sampling(max_new_tokens=100))
+            collector.load_state_dict(json.loads(state))
+            async for batch in collector:
+                seen = [len(completion.token_ids) for group in batch.groups for completion in group.completions]
+                assert all(length == 5 for length in seen)
+
+
+async def test_a_sync_while_a_batch_is_being_built_does_not_let_old_tensors_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = ScriptedEngine()
+    real = sr.RolloutBatch.from_groups
+    built = 0
+
+    def slowly(groups: Any, **options: Any) -> sr.RolloutBatch:
+        nonlocal built
+        built += 1
+        if built == 1:
+            loop.call_soon_threadsafe(publish, rollout, [engine], 1)
+            time.sleep(0.3)
+        return real(groups, **options)
+
+    monkeypatch.setattr(sr.RolloutBatch, "from_groups", slowly)
+    async with rollout_of(engine) as rollout:
+        loop = asyncio.get_running_loop()
+        batch = await rollout.collect(prompts(4), sampling=SHORT, target_groups=4, max_staleness=0)
+        assert batch.max_staleness(rollout.weight_version) == 0
+        assert batch.report is not None
+        assert batch.report.staleness_max == 0
+    assert built == 2
+
+
+async def test_a_restored_group_that_a_sync_expires_at_once_is_sampled_anew() -> None:
+    engine = ScriptedEngine()
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect(prompts(6), sampling=SHORT, target_groups=2)
+        await collector
+        await until(lambda: collector.stats is not None and collector.stats.num_ready == 4)
+        state = collector.state_dict()
+    async with rollout_of(engine := ScriptedEngine()) as rollout:
+        collector = rollout.collect(prompts(6), sampling=SHORT, target_groups=4, max_staleness=0)
+        collector.load_state_dict(state)
+        waiting = asyncio.ensure_future(anyio_await(collector))
+        for version in range(1, 6):
+            await asyncio.sleep(0)
+            publish(rollout, [engine], version)
+        assert len(await waiting) == 4
+
+
+@pytest.mark.parametrize("kind", ["error of the library", "exit", "cancelled", "huge"])
+async def test_whatever_a_reward_raises_is_about_its_sample(kind: str) -> None:
+    async def reward(completion: sr.Completion) -> Any:
+        if number_of(completion) != 1:
+            return 1.0
+        if kind == "error of the library":
+            raise sr.RequestTimeoutError("of a judge")
+        if kind == "exit":
+            raise SystemExit(3)
+        if kind == "cancelled":
+            raise asyncio.CancelledError
+        return 10**400
+
+    async with rollout_of() as rollout:
+        batch = await rollout.collect(prompts(6), sampling=SHORT, reward=reward)
+    assert numbers(batch) == [0, 2, 3, 4, 5]
+
+
+async def test_the_wait_for_a_thread_is_not_counted_and_stuck_calls_do_not_pile_up_threads() -> None:
+    def reward(completion: sr.Completion) -> float:
+        time.sleep(0.05)
+        return 1.0
+
+    async with rollout_of() as rollout:
+        batch = await rollout.collect(prompts(24), sampling=SHORT, reward=reward, reward_workers=2, reward_timeout_s=2)
+        assert batch.valid.all()
+
+        release = threading.Event()
+        before = threading.active_count()
+        with pytest.raises((sr.FailureBudgetError, sr.LifecycleError)):
+            await rollout.collect(
+                prompts(100),
+                sampling=SHORT,
+                reward=lambda completion: float(release.wait(20)),
+                reward_workers=2,
+                reward_timeout_s=0.01,
+                max_failures=1.0,
+            )
+        assert threading.active_count() - before < 16
+        release.set()
+
+
+async def test_a_loop_that_waits_for_a_last_reward_while_the_engines_sleep_is_told_to_wake_them() -> None:
+    release = asyncio.Event()
+
+    async def reward(completion: sr.Completion) -> float:
+        if number_of(completion) == 0:
+            await release.wait()
+        return 1.0
+
+    engine = ScriptedEngine(memory_saver=True, max_running=2, token_s=0.001)
+    async with rollout_of(engine, max_inflight=2) as rollout:
+        collector = rollout.collect(prompts(8), n=2, sampling=SHORT, target_groups=8, reward=reward)
+        waiting = asyncio.ensure_future(anyio_await(collector))
+        await until(lambda: collector.stats is not None and collector.stats.num_rewarding > 0)
+        await rollout.sleep(["kv_cache"], drain_s=0)
+        await asyncio.sleep(0.01)
+        release.set()
+        with pytest.raises(sr.LifecycleError, match="wake"), anyio.fail_after(5):
+            await waiting
+        await rollout.wake()
+        assert len(await collector) == 16
+
+
+async def test_a_full_queue_is_waited_out() -> None:
+    async with rollout_of(ScriptedEngine(max_running=1, token_s=0.001), max_inflight=1, max_queued=1) as rollout:
+        collectors = [rollout.collect(prompts(5), sampling=SHORT, target_groups=5) for _ in range(3)]
+        batches = await asyncio.gather(*(anyio_await(collector) for collector in collectors))
+    assert [len(batch) for batch in batches] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("verdict", [(False, "why"), None, "no"])
+async def test_a_filter_that_gives_no_verdict_is_refused(verdict: Any) -> None:
+    async with rollout_of() as rollout:
+        with pytest.raises(sr.ConfigError, match="must return a Verdict"):
+            await rollout.collect(prompts(3), sampling=SHORT, filter=lambda group: verdict)
+
+
+async def test_a_group_reward_need_not_know_what_failed() -> None:
+    failed: list[int] = []
+
+    def once(request: Request) -> str | None:
+        failed.append(1)
+        return "no" if len(failed) == 1 else None
+
+    def reward(group: sr.Group) -> list[float | None]:
+        return [None if completion.error else 1.0 for completion in group.completions]
+
+    async with rollout_of(ScriptedEngine(fail_request=once)) as rollout:
+        batch = await rollout.collect(prompts(3), n=2, sampling=SHORT, group_reward=reward)
+    assert batch.valid.sum() == 5
+    assert batch.report is not None
+    assert batch.report.num_failed == 1
+
+
+async def test_a_state_of_another_group_size_or_sampling_is_not_taken_for_this_one() -> None:
+    engine = ScriptedEngine(script=lengths_by_number, token_s=0.0005)
+    async with rollout_of(engine) as rollout:
+        collector = rollout.collect([[1, 19]], sampling=sr.Sampling(max_new_tokens=500))
+        waiting = asyncio.ensure_future(anyio_await(collector))
+        await until(lambda: engine.num_tokens > 100)
+        state = collector.state_dict()
+        waiting.cancel()
+    async with rollout_of(engine := ScriptedEngine(script=lengths_by_number)) as rollout:
+        other = rollout.collect([[1, 19]], n=2)
+        other.load_state_dict(state)
+        with pytest.raises(sr.ConfigError, match="n must be that of the saved state, 1"):
+            await other
+        broken = rollout.collect([[1, 19]])
+        broken.load_state_dict({"format": 1})
+        with pytest.raises(sr.ConfigError, match="state must be"):
+            await broken
+        shorter = rollout.collect([[1, 19]], sampling=sr.Sampling(max_new_tokens=40))
+        shorter.load_state_dict(state)
+        assert (await shorter).generation_lengths.tolist() == [40]
+        penalized = rollout.collect([[1, 19]], sampling=sr.Sampling(max_new_tokens=300, frequency_penalty=0.5))
+        penalized.load_state_dict(state)
+        await penalized
+    assert all(len(request.prompt_ids) == 2 for request in engine.submitted)
+
+
+async def test_closing_it_from_a_reward_ends_it_and_does_not_hang() -> None:
+    async def reward(completion: sr.Completion) -> float:
+        await collector.aclose()
+        return 1.0
+
+    async with rollout_of() as rollout:
+        collector = rollout.collect(prompts(3), sampling=SHORT, reward=reward)
+        with pytest.raises(sr.LifecycleError), anyio.fail_after(5):
+            await collector
+
+
+async def test_closing_it_while_the_engines_start_leaves_nothing_running() -> None:
+    engine = ScriptedEngine(start_s=0.05)
+    rollout = await rollout_of(engine).start(wait=False)
+    try:
+        collector = rollout.collect(prompts(50), sampling=SHORT)
+        waiting = asyncio.ensure_future(anyio_await(collector))
+        await asyncio.sleep(0.01)
+        await collector.aclose()
+        with pytest.raises(sr.LifecycleError, match="closed"):
+            await waiting
+        await asyncio.sleep(0.01)
+        assert not engine.submitted
+    finally:
+        await rollout.close()
+
+
+async def test_it_says_why_there_is_no_batch() -> None:
+    async with rollout_of() as rollout:
+        none = rollout.collect(prompts(4), sampling=SHORT, reward=lambda completion: 1.0, filter=sr.filters.zero_std())
+        with pytest.raises(sr.LifecycleError, match="filtered out: 4 zero_std"):
+            await none
+        await none.aclose()
+        closed = rollout.collect(prompts(4), sampling=SHORT)
+        await closed.aclose()
+        with pytest.raises(sr.LifecycleError, match="was closed"):
+            await closed
+
+
+async def test_a_sample_under_which_engine_after_engine_dies_is_given_up() -> None:
+    engines = [ScriptedEngine(f"engine-{i}", die_after=10) for i in range(5)]
+    async with rollout_of(*engines, ScriptedEngine("engine-5", token_s=100.0)) as rollout:
+        collector = rollout.collect([[1, 0]], sampling=LONG)
+        with pytest.raises(sr.FailureBudgetError, match="EngineDiedError"), anyio.fail_after(10):
+            await collector
+
+
+async def test_a_group_stays_together_on_one_engine() -> None:
+    engines = [ScriptedEngine(f"engine-{i}") for i in range(3)]
+    async with rollout_of(*engines) as rollout:
+        batch = await rollout.collect(prompts(9), n=4, sampling=SHORT)
+    assert all(len({completion.engine for completion in group.completions}) == 1 for group in batch.groups)
+
+
+async def test_a_second_argument_with_a_default_is_not_taken_for_the_task() -> None:
+    def scaled(completion: sr.Completion, scale: float = 2.0) -> float:
+        return 1.0 * scale
+
+    async with rollout_of() as rollout:
+        assert (await rollout.collect(prompts(1), sampling=SHORT, reward=scaled)).rewards.tolist() == [2]

@@ -64,7 +64,7 @@ class Collection(RuleBasedStateMachine):
     @rule()
     def ask(self) -> None:
         """The trainer asks for a batch, and gets one if it may be taken now."""
-        self.ledger.pacer.away = False
+        self.ledger.pacer.away = self.taken = False
         self.admit_all()
         self.take()
 
@@ -92,7 +92,7 @@ class Collection(RuleBasedStateMachine):
 
     @rule()
     def a_batch_always_comes_when_all_that_runs_ends(self) -> None:
-        self.ledger.pacer.away = False
+        self.ledger.pacer.away = self.taken = False
         for _ in range(3 * (self.bound + 2) * (self.batch_size + self.num_spare)):
             self.admit_all()
             if self.take():

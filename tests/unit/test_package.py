@@ -131,7 +131,13 @@ def test_importing_it_loads_nothing_heavy(module: str) -> None:
     assert loaded.stdout == ""
 
 
-HELPERS = {"boxes", "checksum", "concurrency", "version"}  # which import nothing of ours, and which all may import
+HELPERS = {
+    "boxes",
+    "checksum",
+    "concurrency",
+    "threads",
+    "version",
+}  # which import nothing of ours, and which all may import
 PARTS = {"_engine_args": "config", "_files": "config", "_options": "config"}
 FACADE = {"rollout", "blocking", "__init__"}
 WORDS = {"the CPU support": "engine"}

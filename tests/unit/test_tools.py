@@ -19,8 +19,8 @@ import pytest
 import sglrollout as sr
 from sglrollout.session import tools as tools_module
 from sglrollout.session.parsing import ToolParser, suggested
-from sglrollout.session.threads import Worker, thread_slots
 from sglrollout.session.tools import Tool, ToolCall, ToolResult, run_tools, tools_of
+from sglrollout.threads import Worker, thread_slots
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
-import anyio.to_thread
 
 from sglrollout.collect.task import Task
-from sglrollout.errors import ConfigError, RewardError, RolloutError
+from sglrollout.errors import ConfigError, LifecycleError, RewardError
+from sglrollout.threads import Workers, is_async
 from sglrollout.types import Completion, Group
 
 
@@ -32,25 +34,28 @@ Filter = Callable[[Group], Any]
 """``(group)`` to a :class:`Verdict`, or to ``True`` for a group that is kept."""
 
 
+class _StuckError(LifecycleError):
+    """Threads run out: this is no sample's fault, and ends the collection."""
+
+
 class UserFunction:
-    """One of the user's functions, called off the event loop unless it is async.
+    """One of the user's functions, called on a worker's thread unless it is async.
 
     Args:
-        function: takes ``least`` to ``most`` positional arguments; gets as many as it takes.
+        function: takes one or two positional arguments. It is given the second if it needs one, or names it ``task``.
         name: of the option that it came by.
-        limiter: of the worker threads.
+        most: arguments there are.
+        workers: the threads.
         timeout_s: for one call.
 
     Raises:
         ConfigError: it cannot be called so.
     """
 
-    def __init__(
-        self, function: Any, name: str, most: int, limiter: anyio.CapacityLimiter, timeout_s: float | None = None
-    ) -> None:
-        self._function, self._name, self._limiter, self._timeout_s = function, name, limiter, timeout_s
+    def __init__(self, function: Any, name: str, most: int, workers: Workers, timeout_s: float | None = None) -> None:
         self._num_taken = _num_taken(function, name, most)
-        self._is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        self._function, self._name, self._workers, self._timeout_s = function, name, workers, timeout_s
+        self._is_async = is_async(function)
 
     @property
     def label(self) -> str:
@@ -60,34 +65,51 @@ class UserFunction:
         """The function's value.
 
         Raises:
-            RewardError: it took longer than ``timeout_s``; a thread's work is left to end by itself.
+            RewardError: it took longer than ``timeout_s``, or awaited something that was cancelled.
+            LifecycleError: more calls than there is an end of are past their timeout, and run still.
         """
+        if self._workers.exhausted:
+            raise _StuckError(f"{self._workers.num_stuck} calls of {self.label} run on past reward_timeout_s")
         taken = arguments[: self._num_taken]
-        with anyio.move_on_after(self._timeout_s):
-            if self._is_async:
-                return await self._function(*taken)
-            value = await anyio.to_thread.run_sync(
-                self._function, *taken, limiter=self._limiter, abandon_on_cancel=True
-            )
-            return await value if inspect.isawaitable(value) else value
-        raise RewardError(f"the {self._name} {self.label} took longer than {self._timeout_s:g} s")
+        try:
+            if not self._is_async:
+                value = await self._workers.call(partial(self._function, *taken), self._timeout_s)
+                if not inspect.isawaitable(value):
+                    return value
+            else:
+                value = self._function(*taken)
+            with anyio.fail_after(self._timeout_s):
+                return await value
+        except TimeoutError as error:
+            if self._timeout_s is None:
+                raise
+            raise RewardError(f"the {self._name} {self.label} took longer than {self._timeout_s:g} s") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise RewardError(f"the {self._name} {self.label} awaited something that was cancelled") from None
 
 
 def _num_taken(function: Any, name: str, most: int) -> int:
-    """How many of ``most`` arguments it takes."""
+    """How many of ``most`` arguments it is to be given."""
     if not callable(function):
         raise ConfigError(name, function, "must be a function")
     try:
-        signature = inspect.signature(function)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return 1  # a builtin that does not say
-    for count in range(most, 0, -1):
-        try:
-            signature.bind(*range(count))
-        except TypeError:
-            continue
-        return count
-    raise ConfigError(name, function, f"must take {'one argument' if most == 1 else f'one to {most} arguments'}")
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return most
+    places = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    num_needed = sum(parameter.default is parameter.empty for parameter in places)
+    named = any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters)
+    if not places or num_needed > most or named:
+        raise ConfigError(name, function, f"must take {'one argument' if most == 1 else f'one to {most} arguments'}")
+    return most if len(places) >= most and places[most - 1].name == "task" else max(1, num_needed)
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Rewards:
@@ -96,7 +118,7 @@ class Rewards:
     Args:
         per_sample: or ``None``.
         per_group: or ``None``; not both.
-        limiter: of the worker threads.
+        workers: the threads of plain functions.
         timeout_s: for one call.
     """
 
@@ -104,14 +126,14 @@ class Rewards:
         self,
         per_sample: Reward | None,
         per_group: GroupReward | None,
-        limiter: anyio.CapacityLimiter,
+        workers: Workers,
         timeout_s: float | None,
     ) -> None:
         if per_sample is not None and per_group is not None:
             raise ConfigError("group_reward", per_group, "cannot be given beside reward: one of them rewards")
-        self.of_samples = UserFunction(per_sample, "reward", 2, limiter, timeout_s) if per_sample is not None else None
+        self.of_samples = UserFunction(per_sample, "reward", 2, workers, timeout_s) if per_sample is not None else None
         self.of_groups = (
-            UserFunction(per_group, "group_reward", 2, limiter, timeout_s) if per_group is not None else None
+            UserFunction(per_group, "group_reward", 2, workers, timeout_s) if per_group is not None else None
         )
 
     async def of_sample(self, completion: Completion, task: Task) -> float:
@@ -120,37 +142,41 @@ class Rewards:
             RewardError: it gave none.
         """
         assert self.of_samples is not None
-        return _finite(await _guarded(self.of_samples, completion, task), self.of_samples.label)
+        return finite(await _guarded(self.of_samples, completion, task), self.of_samples.label)
 
-    async def of_group(self, group: Group, task: Task) -> list[float]:
-        """
+    async def of_group(self, group: Group, task: Task) -> list[Any]:
+        """A value for each sample, still to be looked at by :func:`finite`.
+
         Raises:
             RewardError: it did not give as many as there are samples.
         """
         assert self.of_groups is not None
-        label = self.of_groups.label
         values = await _guarded(self.of_groups, group, task)
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(group.completions):
-            raise RewardError(
-                f"{label} must give {len(group.completions)} rewards for a group, and gave {values!r:.200}"
-            )
-        return [_finite(value, label) for value in values]
+            wanted = f"{len(group.completions)} rewards for a group"
+            raise RewardError(f"{self.of_groups.label} must give {wanted}, and gave {values!r:.200}")
+        return list(values)
 
 
 async def _guarded(function: UserFunction, *arguments: Any) -> Any:
+    """What a reward gives. Whatever it raises is about its sample, an exit of the interpreter included."""
     try:
         return await function(*arguments)
-    except Exception as error:
-        if isinstance(error, RolloutError):
-            raise
+    except (RewardError, _StuckError):
+        raise
+    except (Exception, SystemExit) as error:
         raise RewardError(f"{function.label} raised {type(error).__name__}: {error}") from error
 
 
-def _finite(value: Any, label: str) -> float:
+def finite(value: Any, label: str) -> float:
+    """
+    Raises:
+        RewardError: it is no finite number.
+    """
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except Exception:
         number = math.nan
     if not math.isfinite(number):
         raise RewardError(f"{label} must give a finite number, and gave {value!r:.200}")

@@ -41,7 +41,7 @@ class Collector:
         self._ready, self._source, self._options, self._padding, self._show = ready, source, options, padding, show
         self._producer: Producer | None = None
         self._state: dict[str, Any] | None = None
-        self._over = self._waiting = False
+        self._over = self._waiting = self._exhausted = False
 
     def __aiter__(self) -> Self:
         return self
@@ -58,8 +58,14 @@ class Collector:
     async def _only(self) -> RolloutBatch:
         batch = await self._next()
         if batch is None:
-            raise LifecycleError("this collection has no more groups: its source is exhausted")
+            raise LifecycleError(self._why_no_more())
         return batch
+
+    def _why_no_more(self) -> str:
+        if self._producer is None or not self._exhausted:
+            return "this collection was closed"
+        filtered = ", ".join(f"{count} {reason}" for reason, count in self._producer.tally.filtered.items())
+        return f"this collection has no more groups: its source is exhausted (filtered out: {filtered or 'none'})"
 
     async def _next(self) -> RolloutBatch | None:
         if self._over:
@@ -74,18 +80,29 @@ class Collector:
         finally:
             self._waiting = False
         if batch is None:
+            self._exhausted = True
             self._abandon()
             return None
         return dataclasses.replace(batch, report=producer.tally.report)
 
     async def _started(self) -> Producer:
         if self._producer is None:
-            producer = Producer(self._source, self._options, await self._ready())
+            ready = await self._ready()
+            if self._over:
+                raise LifecycleError("this collection was closed")
+            self._check(ready)
+            producer = Producer(self._source, self._options, ready)
             if self._state is not None:
                 producer.load_state_dict(self._state)
             producer.start()
             self._producer = producer
         return self._producer
+
+    def _check(self, ready: Ready) -> None:
+        """What only running engines can tell."""
+        ready.sampler.check(self._options.sampling)
+        if self._options.seed is not None and not ready.sampler.info.deterministic:
+            raise ConfigError("seed", self._options.seed, "takes effect only with RolloutConfig(deterministic=True)")
 
     async def _build(self, groups: list[Group]) -> RolloutBatch:
         from sglrollout.collect.batch import RolloutBatch
@@ -144,8 +161,7 @@ class Collector:
         """Abort what still runs, and wait until it has ended."""
         self._abandon()
         if self._producer is not None:
-            with anyio.CancelScope(shield=True):
-                await self._producer.ended.wait()
+            await self._producer.ended.wait()  # not shielded: a reward or an episode may call this, and is cancelled
 
     async def __aenter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ no reward, and these filters leave them out of account.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from sglrollout.collect.calls import Verdict
@@ -23,7 +24,7 @@ def zero_std(tolerance: float = 1e-6) -> GroupFilter:
     Args:
         tolerance: how far the rewards may lie apart and still count as the same.
     """
-    _check_number("tolerance", tolerance, 0, None)
+    _check_number("tolerance", tolerance, 0, None, optional=False)
 
     def filter_zero_std(group: Group) -> Verdict:
         rewards = _rewards(group)
@@ -36,6 +37,8 @@ def mean_reward(least: float | None = None, most: float | None = None) -> GroupF
     """Drop a group that is too hard or too easy, by the mean of its rewards; the bounds themselves are kept."""
     for name, bound in (("least", least), ("most", most)):
         _check_number(name, bound, None, None)
+    if least is not None and most is not None and least > most:
+        raise ConfigError("least", least, f"must be at most most ({most})")
 
     def filter_mean_reward(group: Group) -> Verdict:
         rewards = _rewards(group)
@@ -81,10 +84,12 @@ def _rewards(group: Group) -> list[float]:
     return [reward for reward in group.rewards or () if reward is not None]
 
 
-def _check_number(name: str, value: float | None, least: float | None, most: float | None) -> None:
-    if value is None:
+def _check_number(
+    name: str, value: float | None, least: float | None, most: float | None, optional: bool = True
+) -> None:
+    if value is None and optional:
         return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or (least is not None and value < least) or (most is not None and value > most):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value is None or (least is not None and value < least) or (most is not None and value > most):
         bounds = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
         raise ConfigError(name, value, f"must be a number{bounds}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from sglrollout.collect.calls import Rewards, UserFunction, Verdict
+from typing import Any
+
+from sglrollout.collect.calls import Rewards, UserFunction, Verdict, finite
 from sglrollout.collect.filters import num_failed
 from sglrollout.collect.runs import GroupRun, Slot
 from sglrollout.collect.stats import Tally
 from sglrollout.collect.task import Task
-from sglrollout.errors import RewardError
+from sglrollout.errors import ConfigError, RewardError
 from sglrollout.types import Group
 
 
@@ -77,7 +79,17 @@ class Judge:
             self._tally.check_budget(self._max_failures)
             return
         for slot, value in zip(run.slots, values, strict=True):
-            slot.reward = value
+            if slot.failure is None:
+                self._take(slot, value)
+        self._tally.check_budget(self._max_failures)
+
+    def _take(self, slot: Slot, value: Any) -> None:
+        assert self._rewards.of_groups is not None
+        try:
+            slot.reward = finite(value, self._rewards.of_groups.label)
+        except RewardError as error:
+            slot.failure = error
+            self._tally.failed(error)
 
     async def _filter(self, group: Group) -> Verdict:
         if num_failed(group) == len(group.completions):
@@ -85,14 +97,22 @@ class Judge:
         for function in self._filters:
             verdict = await function(group)
             if not isinstance(verdict, Verdict):
-                verdict = Verdict(bool(verdict), function.label)
+                verdict = Verdict(_plain_bool(verdict), function.label)
             if not verdict.keep:
-                return Verdict(False, verdict.reason or function.label)
+                return Verdict(False, str(verdict.reason or function.label))
         return Verdict(True)
 
     def _group(self, run: GroupRun) -> Group:
         completions = tuple(slot.completion for slot in run.slots if slot.completion is not None)
+        assert len(completions) == len(run.slots)
         ids = completions[0].prompt_ids if run.prepared is None else run.prepared.ids
         rewards = tuple(None if slot.failure is not None else slot.reward for slot in run.slots)
         rewarded = self._rewards.of_samples or self._rewards.of_groups or any(reward is not None for reward in rewards)
         return Group(run.task.prompt, ids, completions, run.index, run.task.data, rewards if rewarded else None)
+
+
+def _plain_bool(verdict: Any) -> bool:
+    verdict = verdict.item() if hasattr(verdict, "item") else verdict
+    if not isinstance(verdict, bool):
+        raise ConfigError("filter", verdict, "must return a Verdict, True or False")
+    return verdict

@@ -45,7 +45,7 @@ class Ledger:
     # ------------------------------------------------------------ in
 
     def push(self, run: GroupRun) -> None:
-        """A new group, or one of a saved state."""
+        """A new group, one of a saved state, or one that was taken back."""
         run.stage = Stage.PENDING
         heapq.heappush(self.pending, (run.index, run))
 
@@ -101,7 +101,9 @@ class Ledger:
         self.pacer.away = True
 
     def surplus(self, at_most: int) -> Iterator[GroupRun]:
-        """Unfinished groups that over-sampling started, and for which no batch has a place in time: the youngest first.
+        """Unfinished groups that over-sampling started, and for which no batch has a place in time.
+
+        Those whose samples still run come first, and of them the youngest.
 
         Each is taken back before the next is looked for.
         """
@@ -111,10 +113,10 @@ class Ledger:
             may_go = [run for run in unfinished if born_by is not None and run.birth <= born_by]
             if not may_go:
                 return
-            yield max(may_go, key=_line)
+            yield max(may_go, key=lambda run: (run.stage is Stage.RUNNING, *_line(run)))
 
     def forget(self, run: GroupRun) -> None:
-        """It is delivered, or filtered out."""
+        """It is delivered, filtered out, or about to be taken back."""
         del self.runs[run.index]
         self.finished.pop(run.index, None)
         self._count(run, -1)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
-
-import anyio
 
 from sglrollout.collect.calls import Filter, GroupReward, Reward, Rewards, UserFunction
 from sglrollout.collect.task import Task
 from sglrollout.config import Sampling
 from sglrollout.errors import ConfigError
 from sglrollout.generation.sampler import resumable
+from sglrollout.threads import Workers
 from sglrollout.types import Completion
 
 Source = Iterable[Any] | AsyncIterable[Any]
@@ -29,6 +28,7 @@ class CollectOptions(NamedTuple):
     target_groups: int | None
     rewards: Rewards
     filters: tuple[UserFunction, ...]
+    workers: Workers
     num_spare: int
     surplus: Surplus
     max_staleness: int | None
@@ -47,7 +47,7 @@ def collect_options(
     target_groups: int | None,
     reward: Reward | None,
     group_reward: GroupReward | None,
-    filter: Filter | Sequence[Filter],
+    filter: Filter | Sequence[Filter] | None,
     over_sample: float,
     surplus: Surplus,
     max_staleness: int | None,
@@ -63,7 +63,7 @@ def collect_options(
     Raises:
         ConfigError: an option is wrong, or does not go with another.
     """
-    if isinstance(source, (str, bytes)) or not isinstance(source, (Iterable, AsyncIterable)):
+    if isinstance(source, (str, bytes, Mapping)) or not isinstance(source, (Iterable, AsyncIterable)):
         raise ConfigError("source", source, "must be an iterable of prompts; put a single one into a list")
     if not sampling.logprobs:
         raise ConfigError("sampling.logprobs", False, "must be True: a batch has the logprob of every token")
@@ -79,14 +79,16 @@ def collect_options(
         raise ConfigError("surplus", surplus, 'must be "abort" or "partial"')
     if surplus == "partial":
         _check_partial(max_staleness, sampling, play)
-    limiter = anyio.CapacityLimiter(reward_workers)
-    filters = (filter,) if callable(filter) else tuple(filter)
+    if type(drop_last) is not bool:
+        raise ConfigError("drop_last", drop_last, "must be True or False")
+    workers = Workers(reward_workers)
     return CollectOptions(
         sampling=sampling,
         n=n,
         target_groups=target_groups,
-        rewards=Rewards(reward, group_reward, limiter, reward_timeout_s),
-        filters=tuple(UserFunction(function, "filter", 1, limiter, reward_timeout_s) for function in filters),
+        rewards=Rewards(reward, group_reward, workers, reward_timeout_s),
+        filters=tuple(UserFunction(function, "filter", 1, workers, reward_timeout_s) for function in _listed(filter)),
+        workers=workers,
         num_spare=math.ceil((over_sample - 1) * target_groups - 1e-9) if target_groups is not None else 0,
         surplus=surplus,
         max_staleness=max_staleness,
@@ -96,6 +98,14 @@ def collect_options(
         seed=seed,
         play=play,
     )
+
+
+def _listed(filters: Filter | Sequence[Filter] | None) -> Sequence[Filter]:
+    if filters is None or callable(filters):
+        return () if filters is None else (filters,)
+    if not isinstance(filters, Sequence) or isinstance(filters, str):
+        raise ConfigError("filter", filters, "must be a function, or a list of functions")
+    return filters
 
 
 def _check_partial(max_staleness: int | None, sampling: Sampling, play: Play | None) -> None:

@@ -17,7 +17,7 @@ not yet delivered have a deadline up to ``d``. It is kept
 So a group that is due is always in the batch, and none is ever stale. Two syncs without a batch between them take
 ``B`` places away that were counted on: what is then too old starts over (:meth:`Pacer.overdue`).
 
-Over-sampling puts ``spare`` groups beyond that, and as many are dropped again at delivery.
+Over-sampling puts ``spare`` groups beyond that where there are places at all, and as many are taken back at delivery.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ class Pacer:
         if self.max_staleness is None:
             return total < (1 - self.away) * self.batch_size + self.ahead + self.spare
         with_it = births + Counter({birth: 1})
-        due = [
-            excess for deadline, excess in self._excess(with_it, self.away) if deadline >= birth + self.max_staleness
-        ]
-        return max(due) <= self.spare
+        return all(
+            excess <= (self.spare if deadline - self.version + 1 > self.away else 0)
+            for deadline, excess in self._excess(with_it, self.away)
+            if deadline >= birth + self.max_staleness
+        )
 
     def waits(self, chosen: Counter[int], left: Counter[int]) -> bool:
         """Whether a batch must wait: taken now, it would leave behind more of the older groups than there is time for.

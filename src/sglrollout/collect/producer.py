@@ -17,6 +17,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
+from sglrollout.collect.calls import finite
 from sglrollout.collect.judge import Judge
 from sglrollout.collect.ledger import Ledger
 from sglrollout.collect.options import CollectOptions, Source
@@ -25,7 +26,16 @@ from sglrollout.collect.runs import GroupRun, Slot, Stage
 from sglrollout.collect.stats import CollectStats, Tally
 from sglrollout.collect.task import Task, as_task
 from sglrollout.concurrency import unwrapped
-from sglrollout.errors import ConfigError, EngineDiedError, LifecycleError, NoEngineError, StaleWeightsError, fresh
+from sglrollout.errors import (
+    ConfigError,
+    EngineDiedError,
+    LifecycleError,
+    NoEngineError,
+    QueueFullError,
+    RewardError,
+    StaleWeightsError,
+    fresh,
+)
 from sglrollout.generation.batch import Ready
 from sglrollout.generation.sampler import Prepared, Sample, resumable
 from sglrollout.types import Completion, Group
@@ -35,6 +45,8 @@ T = TypeVar("T")
 _CHUNK_TOKENS = 32  # so often a sample's tokens come in: no more of them are lost when it is cut
 _MOST_DEATHS = 3
 _CHECKPOINT_EVERY = 32
+_MOST_QUEUED = 16
+_POLL_S = 0.02
 STATE_FORMAT = 1
 STALL_S = 30.0
 
@@ -108,9 +120,10 @@ class Producer:
             except Exception as error:
                 self._failure = self._failure or unwrapped(error)
             finally:
-                self._pool.watchers.remove(self._pool_changed)
-                self.abandon("this rollout is closed")
                 self.ended.set()
+                self._pool.watchers.remove(self._pool_changed)
+                self.options.workers.end()
+                self.abandon("this rollout is closed")
 
     def _pool_changed(self) -> None:
         """Engines changed their state, or the weights changed."""
@@ -135,29 +148,30 @@ class Producer:
         num_to_skip = self._num_read
         try:
             async for index, item in _numbered(self._source):
+                if index % _CHECKPOINT_EVERY == 0:
+                    await anyio.lowlevel.checkpoint()
                 if index < num_to_skip:
                     continue
-                run = self._new_run(index, as_task(item, f"source[{index}]"))
+                task = as_task(item, f"source[{index}]")
+                prepared = self._prepare(task, f"source[{index}]")
                 while self._ledger.pending:
                     self._wanted.clear()
                     await self._wanted.wait()
                 self._num_read = index + 1
-                self._ledger.push(run)
+                self._ledger.push(GroupRun(index, task, prepared, self.options.n, self._seed()))
                 self._notify()
-                if index % _CHECKPOINT_EVERY == 0:
-                    await anyio.lowlevel.checkpoint()
         except asyncio.CancelledError:
-            if self._scope.cancel_called or self._parent.cancel_scope.cancel_called:
+            reader = asyncio.current_task()
+            if reader is not None and reader.cancelling():
                 raise
             raise ConfigError("source", self._source, "was cancelled while it was read") from None
         self._exhausted = True
         self._notify()
 
-    def _new_run(self, index: int, task: Task) -> GroupRun:
-        seed = None
+    def _seed(self) -> int | None:
         if self._sampler.info.deterministic and self.options.sampling.seed is None:
-            seed = self._rng.getrandbits(30)
-        return GroupRun(index, task, self._prepare(task, f"source[{index}]"), self.options.n, seed)
+            return self._rng.getrandbits(30)
+        return None
 
     def _prepare(self, task: Task, name: str = "source") -> Prepared | None:
         return None if self.options.play is not None else self._sampler.prepare(task.prompt, name)
@@ -210,7 +224,7 @@ class Producer:
         if run.sampled:
             self._ledger.ended(run)
         if run.whole:
-            self._spawn(self._finish, run)
+            self._spawn(self._finish, run, run.attempt)
         self._notify()
 
     def _queue(self, run: GroupRun, i: int) -> None:
@@ -223,6 +237,8 @@ class Producer:
             scope = anyio.CancelScope()
             slot.cancel = partial(_cancel, scope)
             self._spawn(self._play, run, i, scope)
+            while self._pool.dispatcher.num_queued > _MOST_QUEUED:  # noqa: ASYNC110
+                await anyio.sleep(_POLL_S)  # turns of the episodes under way go first
             await anyio.lowlevel.checkpoint()
             return
         assert run.prepared is not None
@@ -236,9 +252,11 @@ class Producer:
                 timeout_s=self.options.timeout_s,
                 prior=slot.prior,
             )
-        except (LifecycleError, StaleWeightsError):  # the pool takes nothing now
+        except (LifecycleError, StaleWeightsError, QueueFullError) as error:  # the pool takes nothing now
             if run.attempt == attempt:
                 self._queue(run, i)
+            if isinstance(error, QueueFullError):
+                await anyio.sleep(_POLL_S)
             return
         if run.attempt != attempt:
             sample.cancel("its group was taken back")
@@ -289,7 +307,12 @@ class Producer:
             if run.attempt != attempt:
                 return
             slot.stop_following()
-            slot.completion, slot.reward = dataclasses.replace(completion, index=i), reward
+            slot.completion = dataclasses.replace(completion, index=i)
+            if reward is not None and completion.error is None:
+                try:
+                    slot.reward = finite(reward, "the episode")
+                except RewardError as error:
+                    slot.completion = dataclasses.replace(slot.completion, finish_reason="error", error=error)
         if slot.completion is not None:
             await self._settle(run, slot)
 
@@ -302,11 +325,14 @@ class Producer:
             self._room.set()
         await self._judge.settle(slot, run.task)
         if run.stage is Stage.ENDED and run.whole and any(slot is other for other in run.slots):
-            await self._finish(run)
+            await self._finish(run, run.attempt)
+        else:
+            self._notify()  # a loop that waits while engines sleep waited for this reward, too
 
-    async def _finish(self, run: GroupRun) -> None:
+    async def _finish(self, run: GroupRun, attempt: int) -> None:
         """A group is whole: it is kept for a batch, or filtered out."""
-        attempt = run.attempt
+        if run.attempt != attempt:
+            return
         group, verdict = await self._judge.judge(run)
         if run.attempt != attempt:
             return
@@ -333,13 +359,15 @@ class Producer:
                 raise fresh(self._failure)
             chosen = self._choose()
             if chosen:
-                batch = await build([run.group for run in chosen if run.group is not None])
-                if self._failure is None and all(run.stage is Stage.FINISHED for run in chosen):
-                    self._deliver(chosen, self.loop.time() - begun)
+                groups = [run.group for run in chosen if run.group is not None]
+                batch = await build(groups)
+                still = all(run.group is group for run, group in zip(chosen, groups, strict=True))
+                if still and self._failure is None:  # and not overtaken by a sync meanwhile
+                    self._deliver(chosen, groups, self.loop.time() - begun)
                     return batch
                 continue
             if self._exhausted and not self._ledger.pending and not self._ledger.runs:
-                if self._num_delivered == 0 and self.tally.num_failed:
+                if self._num_delivered == 0 and self.tally.num_failed and set(self.tally.filtered) <= {"all_failed"}:
                     raise self.tally.budget_error()
                 return None
             refusal = self._pool.dispatcher.refusal
@@ -360,7 +388,7 @@ class Producer:
                 ledger.forget(run)
         return ledger.choose(None)
 
-    def _deliver(self, chosen: list[GroupRun], waited_s: float) -> None:
+    def _deliver(self, chosen: list[GroupRun], groups: list[Group], waited_s: float) -> None:
         ledger = self._ledger
         ledger.deliver(chosen)
         self._num_delivered += len(chosen)
@@ -368,7 +396,7 @@ class Producer:
             ledger.take_back(run, keep=self.options.surplus == "partial")
             self.tally.num_surplus += 1
         self.tally.num_restarted = ledger.num_expired
-        self.tally.delivered([run.group for run in chosen if run.group], ledger.pacer.version, waited_s)
+        self.tally.delivered(groups, ledger.pacer.version, waited_s)
         self._notify()
 
     # ------------------------------------------------------------ state
@@ -386,11 +414,25 @@ class Producer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there. Before :meth:`start`."""
-        version, numbers, gauss = state["rng"]
-        self._rng.setstate((version, tuple(numbers), gauss))
-        self._num_read, self._num_delivered = state["num_read"], state["num_delivered"]
-        for record in state["groups"]:
-            self._ledger.push(GroupRun.from_record(record, self._prepare))
+        try:
+            version, numbers, gauss = state["rng"]
+            self._rng.setstate((version, tuple(numbers), gauss))
+            self._num_read, self._num_delivered = state["num_read"], state["num_delivered"]
+            runs = [GroupRun.from_record(record, self._prepare) for record in state["groups"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError("state", "...", f"must be a state_dict() of a collection ({error!r})") from error
+        for run in runs:
+            if len(run.slots) != self.options.n:
+                raise ConfigError("n", self.options.n, f"must be that of the saved state, {len(run.slots)}")
+            self._drop_what_cannot_go_on(run)
+            self._ledger.push(run)
+
+    def _drop_what_cannot_go_on(self, run: GroupRun) -> None:
+        """The sampling options may be others than those that the state was saved under."""
+        for slot in run.slots:
+            most = self.options.sampling.max_new_tokens if resumable(self.options.sampling) else 0
+            if slot.prior is not None and len(slot.prior.token_ids) >= most:
+                slot.prior = None
 
     def stats(self) -> CollectStats:
         """Where everything is, now."""

@@ -68,6 +68,13 @@ class Slot:
         self.last_token_s: Callable[[], float] | None = None
         self.num_deaths = 0
 
+    def keep(self, held: Completion | None) -> None:
+        """Of a sample that was cut: what to go on from. One that had just ended needs nothing more."""
+        if held is not None and held.finish_reason in ("stop", "length"):
+            self.completion = held
+        else:
+            self.prior = held
+
     def stop_following(self) -> None:
         """Nothing runs for it any more."""
         self.cancel = self.so_far = self.last_token_s = None
@@ -121,7 +128,7 @@ class GroupRun:
             cancel = slot.cancel
             slot.stop_following()
             if cancel is not None:
-                slot.prior = cancel()
+                slot.keep(cancel())
         self.attempt += 1
         self.stage, self.group = Stage.PENDING, None
         if not keep:
@@ -157,10 +164,14 @@ class GroupRun:
 
 
 def _slot_record(slot: Slot) -> dict[str, Any]:
-    prior = slot.so_far() if slot.so_far is not None else slot.prior
+    kept = Slot()
+    kept.prior, kept.completion = slot.prior, slot.completion
+    if slot.so_far is not None:
+        kept.keep(slot.so_far())
+    prior = kept.prior
     return {
         "prior": completion_to_record(prior) if prior is not None and prior.token_ids else None,
-        "completion": completion_to_record(slot.completion) if slot.completion is not None else None,
+        "completion": completion_to_record(kept.completion) if kept.completion is not None else None,
         "reward": slot.reward,
         "settled": slot.settled,
         "failure": str(slot.failure) if slot.failure is not None else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from sglrollout.errors import FailureBudgetError
@@ -114,7 +115,7 @@ class Tally:
         self._begun = clock()
         self.filtered: Counter[str] = Counter()
         self.causes: Counter[str] = Counter()
-        self.num_ended = self.num_failed = self.num_tokens = 0
+        self.num_failed = self.num_tokens = 0
         self.num_surplus = self.num_resumed = self.num_restarted = 0
         self.report: CollectReport | None = None
         self._latest: deque[bool] = deque(maxlen=_WINDOW)
@@ -125,7 +126,6 @@ class Tally:
     def sample_ended(self, num_tokens: int, failure: Exception | None) -> None:
         """One more sample has ended and is rewarded, or has failed."""
         now = self._clock()
-        self.num_ended += 1
         self.num_tokens += num_tokens
         self._rate.append((now, num_tokens))
         while self._rate[0][0] < now - _RATE_S:
@@ -136,6 +136,8 @@ class Tally:
 
     def failed(self, failure: Exception) -> None:
         """A sample that had ended well failed after all, with its group."""
+        with suppress(ValueError):
+            self._latest.remove(False)
         self._latest.append(True)
         self._note(failure)
 
@@ -196,7 +198,9 @@ class Tally:
 
 def _of_samples(groups: Sequence[Group], version: int) -> dict[str, float | int | None]:
     samples = [completion for group in groups for completion in group.completions]
-    staleness = [version - sample.weight_versions[0].version for sample in samples if sample.weight_versions]
+    staleness = [
+        version - min(span.version for span in sample.weight_versions) for sample in samples if sample.weight_versions
+    ]
     rewards = [reward for group in groups for reward in group.rewards or () if reward is not None]
     num_tokens = [sum(sample.loss_mask) if sample.loss_mask else len(sample.token_ids) for sample in samples]
     mean = _mean(rewards) if rewards else None

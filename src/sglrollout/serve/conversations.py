@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ class Node:
         key: of the messages up to and including the response; ``None`` if no chat goes on from it.
         parent: the response that it went on from.
         children: responses that went on from it.
+        num_matches: requests that went on from it, or still do.
     """
 
     id: str
@@ -33,38 +35,40 @@ class Node:
     key: bytes | None = None
     parent: Node | None = field(default=None, repr=False)
     children: dict[str, Node] = field(default_factory=dict, repr=False)
+    num_matches: int = 0
 
 
 class Conversations:
-    """Nodes by id, and by what was said.
+    """Nodes by id, and by what was said. May be used from any thread.
 
     Args:
         most: conversations to keep, with all their branches.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self._most, self._lock = most, threading.Lock()
         self._nodes: dict[str, Node] = {}
         self._by_key: dict[bytes, dict[str, Node]] = {}
         self._by_session: OrderedDict[str, dict[str, Node]] = OrderedDict()
         self._evicted: OrderedDict[str, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._by_session)
-
     def add(self, node: Node) -> None:
         """Keep a response."""
-        if node.parent is not None:
-            node.parent.children[node.id] = node
-        self._nodes[node.id] = node
-        self._by_session.setdefault(node.session_id, {})[node.id] = node
-        self._by_session.move_to_end(node.session_id)
-        if node.key is not None:
-            self._by_key.setdefault(node.key, {})[node.id] = node
-        while len(self._by_session) > self._most:
-            for evicted in tuple(next(iter(self._by_session.values())).values()):
-                self._drop(evicted)
-                self._evicted[evicted.id] = None
+        with self._lock:
+            if node.parent is not None:
+                node.parent.children[node.id] = node
+            self._nodes[node.id] = node
+            self._by_session.setdefault(node.session_id, {})[node.id] = node
+            self._by_session.move_to_end(node.session_id)
+            if node.key is not None:
+                self._by_key.setdefault(node.key, {})[node.id] = node
+            while len(self._by_session) > self._most:
+                self._evict(tuple(next(iter(self._by_session.values())).values()))
+
+    def _evict(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            self._drop(node)
+            self._evicted[node.id] = None
         while len(self._evicted) > _EVICTED_IDS:
             self._evicted.popitem(last=False)
 
@@ -74,11 +78,12 @@ class Conversations:
         Raises:
             ConfigError: there is none, or there are several choices.
         """
-        node = self._nodes.get(response_id)
-        if node is None:
-            raise ConfigError("id", response_id, self._rule(response_id))
-        self._by_session.move_to_end(node.session_id)
-        return node
+        with self._lock:
+            node = self._nodes.get(response_id)
+            if node is None:
+                raise ConfigError("id", response_id, self._rule(response_id))
+            self._by_session.move_to_end(node.session_id)
+            return node
 
     def _rule(self, response_id: str) -> str:
         if f"{response_id}-0" in self._nodes:
@@ -91,34 +96,38 @@ class Conversations:
         """The node that the most of these messages were said in, and how many.
 
         All of them is too many, for something must be left to be answered, unless the model was cut short by its budget
-        and is to go on. Of several nodes that say the same, one that nothing goes on from is taken, the oldest first:
-        so agents that happen to hear the same keep a conversation each.
+        and is to go on. Of several nodes that say the same, one is taken that the fewest requests went on from, the
+        oldest first: so agents that happen to hear the same keep a conversation each.
         """
-        for count in range(len(keys), 0, -1):
-            found = self._by_key.get(keys[count - 1])
-            if not found:
-                continue
-            node = next((node for node in found.values() if not node.children), None) or next(reversed(found.values()))
-            if count < len(keys) or node.session.finish_reason == "length":
-                self._by_session.move_to_end(node.session_id)
-                return node, count
+        with self._lock:
+            for count in range(len(keys), 0, -1):
+                found = [*self._by_key.get(keys[count - 1], {}).values()]
+                if count == len(keys):
+                    found = [node for node in found if node.session.finish_reason == "length"]
+                if found:
+                    node = min(found, key=lambda node: node.num_matches)
+                    node.num_matches += 1
+                    self._by_session.move_to_end(node.session_id)
+                    return node, count
         return None
 
     def leaves(self) -> list[Node]:
         """Nodes that nothing goes on from, in the order in which they were said."""
-        return [node for node in self._nodes.values() if not node.children]
+        with self._lock:
+            return [node for node in self._nodes.values() if not node.children]
 
     def forget(self, node: Node) -> None:
         """Let go of a response, of all that goes on from it, and of what came before and led to nothing else."""
-        doomed = [node]
-        for one in doomed:
-            doomed += one.children.values()
-        for one in doomed:
-            self._drop(one)
-        parent = node.parent
-        while parent is not None and not parent.children:
-            self._drop(parent)
-            parent = parent.parent
+        with self._lock:
+            doomed = [node]
+            for one in doomed:
+                doomed += one.children.values()
+            for one in doomed:
+                self._drop(one)
+            parent = node.parent
+            while parent is not None and not parent.children:
+                self._drop(parent)
+                parent = parent.parent
 
     def _drop(self, node: Node) -> None:
         if node.parent is not None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from sglrollout.errors import ConfigError
 from sglrollout.session.conversation import as_messages
-from sglrollout.session.threads import Worker, is_async, outcome
+from sglrollout.threads import Worker, is_async, outcome
 from sglrollout.types import Message
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-from sglrollout.errors import LifecycleError, RewardError
+from sglrollout.errors import LifecycleError
 from sglrollout.session.session import Session
 from sglrollout.types import Completion
 
@@ -15,7 +14,7 @@ Episode: TypeAlias = Callable[[Session, Any], Awaitable[float | None]]
 """``async (session, task) -> reward``: adds messages and takes turns. ``None`` leaves the reward open."""
 
 
-async def play_episode(session: Session, episode: Episode, task: Any) -> tuple[Completion, float | None]:
+async def play_episode(session: Session, episode: Episode, task: Any) -> tuple[Completion, Any]:
     """All turns of an episode as one completion, and its reward. Whatever it raises is data in that completion.
 
     Its turns wait while the engines sleep, and go on after that.
@@ -24,7 +23,7 @@ async def play_episode(session: Session, episode: Episode, task: Any) -> tuple[C
     try:
         async with session:
             reward = await episode(session, task)
-            return session.completion, None if reward is None else _finite(reward)
+            return session.completion, reward
     except Exception as error:
         return _failed(session, error), None
 
@@ -35,13 +34,3 @@ def _failed(session: Session, error: Exception) -> Completion:
     except LifecycleError:  # it had taken no turn
         completion = Completion((), (), (), "error")
     return dataclasses.replace(completion, finish_reason="error", error=error)
-
-
-def _finite(reward: Any) -> float:
-    try:
-        number = float(reward)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise RewardError(f"an episode must return a finite number or None, and returned {reward!r:.200}")
-    return number

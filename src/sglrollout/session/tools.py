@@ -18,8 +18,8 @@ import pydantic
 import pydantic_core
 
 from sglrollout.errors import ConfigError
-from sglrollout.session.threads import Worker, is_async, outcome, thread_slots
 from sglrollout.text import is_unicode
+from sglrollout.threads import Worker, is_async, outcome, thread_slots
 from sglrollout.types import Message
 
 _log = logging.getLogger("sglrollout.session")

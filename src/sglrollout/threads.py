@@ -1,4 +1,4 @@
-"""Threads for the user's blocking code: tools and environments."""
+"""Threads for the user's blocking code: rewards, filters, tools and environments.  Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -40,8 +40,12 @@ class Worker:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def call(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` gives, or raises."""
+    async def call(self, function: Callable[[], Any], on_end: Callable[[], None] | None = None) -> Any:
+        """What ``function`` gives, or raises.
+
+        Args:
+            on_end: called on the event loop once the thread has made the call, also when nobody waits for it any more.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
         context = contextvars.copy_context()
@@ -49,6 +53,8 @@ class Worker:
         def report(value: Any, error: BaseException | None) -> None:
             if not future.done():
                 future.set_result((value, error))  # an exception set on a future must not be a StopIteration
+            if on_end is not None:
+                on_end()
 
         def job() -> None:
             value, error = None, None
@@ -72,7 +78,7 @@ class Worker:
 
     def _start(self) -> None:
         if self._thread is None:
-            name = f"sglrollout-session-{next(_numbers)}"
+            name = f"sglrollout-user-{next(_numbers)}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
 
@@ -80,6 +86,57 @@ class Worker:
         while (job := self._jobs.get()) is not None:
             job()
             del job
+
+
+class Workers:
+    """So many threads for short calls. A call that outlives its timeout keeps its thread, and is counted.
+
+    Args:
+        most: threads that make calls at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._slots = anyio.Semaphore(most)
+        self._idle: list[Worker] = []
+        self._ended = False
+        self.num_stuck = 0
+        """Calls that still run, past their timeout."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether so many calls are stuck that there is no end of it."""
+        return self.num_stuck >= 4 * self._most
+
+    async def call(self, function: Callable[[], Any], timeout_s: float | None) -> Any:
+        """What ``function`` gives, or raises; the wait for a thread is not counted.
+
+        Raises:
+            TimeoutError: it takes longer; its thread is left to it.
+        """
+        async with self._slots:
+            worker = self._idle.pop() if self._idle else Worker()
+            made = left = False
+
+            def back() -> None:
+                nonlocal made
+                made = True
+                self.num_stuck -= left
+                worker.end() if self._ended or left else self._idle.append(worker)
+
+            try:
+                with anyio.fail_after(timeout_s):
+                    return await worker.call(function, back)
+            finally:
+                if not made:
+                    left = True
+                    self.num_stuck += 1
+
+    def end(self) -> None:
+        """End the threads, each once it has made the call it is at."""
+        self._ended = True
+        while self._idle:
+            self._idle.pop().end()
 
 
 def is_async(function: Callable[..., Any]) -> bool:
