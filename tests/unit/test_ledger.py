@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -13,6 +14,7 @@ import sglrollout as sr
 from sglrollout.collect.ledger import Ledger
 from sglrollout.collect.pacing import Pacer
 from sglrollout.collect.runs import GroupRun, Stage
+from sglrollout.types import FinishReason
 
 
 class Collection(RuleBasedStateMachine):
@@ -144,3 +146,17 @@ def test_without_a_bound_only_what_engines_need_runs_ahead() -> None:
     while ledger.admit() is not None:
         pass
     assert len(ledger.runs) == 10
+
+
+@pytest.mark.parametrize(("reason", "ended"), [("stop", True), ("length", True), ("abort", False)])
+def test_a_sample_that_has_just_ended_is_kept_whole_and_one_that_was_cut_goes_on(
+    reason: FinishReason, ended: bool
+) -> None:
+    held = sr.Completion((1,), (5, 6), (-1.0, -1.0), reason, weight_versions=(sr.VersionSpan(3, 0, 2),))
+    run = GroupRun(0, sr.Task([1]), None, 1, None)
+    run.slots[0].so_far = run.slots[0].cancel = lambda: held
+    restored = GroupRun.from_record(run.to_record(), lambda task: None)
+    run.take_back(keep=True)
+    for slot in (run.slots[0], restored.slots[0]):
+        assert (slot.completion is not None) is ended
+        assert (slot.prior is not None) is not ended
