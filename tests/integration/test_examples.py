@@ -25,8 +25,22 @@ def check_collect(output: str, folder: Path) -> None:
     assert batch.max_staleness(2) <= 1
 
 
+def check_agent(output: str, folder: Path) -> None:
+    """A tool was called, and every conversation is in the table, under the only weights there were."""
+    assert re.search(r",000\s+people\s+live\s+in\s+(Oslo|Paris|Rome)\.", output)
+    assert len(re.findall(r"│ +-\d+\.\d\d +│ 0 +│$", output, re.MULTILINE)) == 3
+
+
+def check_tools(output: str, folder: Path) -> None:
+    """The calculator ran between two turns, and its tokens are masked."""
+    assert re.search(r"loss mask: 0 x \d+, 1 x \d+, 0 x \d+, 1 x \d+", output)
+    assert "The result is" in output
+
+
 EXAMPLES: dict[str, tuple[list[str], Callable[[str, Path], None]]] = {
     "collect.py": (["--tiny", "--steps", "3", "--save", "batch"], check_collect),
+    "multi_turn_tools.py": (["--tiny"], check_tools),
+    "openai_agent.py": (["--tiny"], check_agent),
 }
 """Arguments for a quick run with a tiny model, and what is checked of its output and of the folder it ran in."""
 

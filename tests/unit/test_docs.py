@@ -85,6 +85,9 @@ CONVENTIONS: dict[str, type] = {
     "collector": sr.Collector,
     "batch": sr.RolloutBatch,
     "task": sr.Task,
+    "session": sr.Session,
+    "turn": sr.Turn,
+    "endpoint": sr.OpenAIEndpoint,
 }
 """What a name on a page stands for."""
 
