@@ -166,9 +166,8 @@ async def test_groups_are_rewarded_by_their_text_and_those_that_teach_nothing_ar
 
 async def test_leaving_the_loop_frees_the_engines(rollout: sr.AsyncRolloutEngine) -> None:
     endless = (f"Count to {i}" for i in itertools.count())
-    collector = rollout.collect(
-        endless, n=2, sampling=sr.Sampling(max_new_tokens=1500), target_groups=2, max_staleness=1, over_sample=2.0
-    )
+    sampling = sr.Sampling(max_new_tokens=1500, ignore_eos=True)
+    collector = rollout.collect(endless, n=2, sampling=sampling, target_groups=2, max_staleness=1, over_sample=2.0)
     waiting = asyncio.ensure_future(collector)
     await until_tokens_came(collector, num_samples=12)
     waiting.cancel()
