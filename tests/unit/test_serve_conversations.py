@@ -224,6 +224,18 @@ async def test_a_failed_request_leaves_nothing(tiny_model: Path, tokenizer: Toke
         assert again["session_id"] == first["id"]
 
 
+async def test_turns_know_their_weights(tiny_model: Path, tokenizer: Tokenizer) -> None:
+    async with serving(tiny_model, Said(tokenizer, "Yes.")) as s:
+        first = await s.chat([user("one")])
+        s.engine.weight_version = 3
+        second = await s.chat([user("one"), said(first), user("two")])
+        whole, num_first = s.endpoint.completion(second["id"]), first["usage"]["completion_tokens"]
+        assert [span.version for span in whole.weight_versions] == [0, 3]
+        had = (await s.client.get(f"/conversations/{second['id']}")).json()["weight_versions"]
+        assert had[0] == {"version": 0, "start": len(whole.prompt_ids), "end": len(whole.prompt_ids) + num_first}
+        assert [span["version"] for span in had] == [0, 3]
+
+
 # ------------------------------------------------------------ tools
 
 
