@@ -202,6 +202,12 @@ class BlockingSession(_Closing):
         return getattr(self._inner, name)
 
 
+def _portal_of(rollout: RolloutEngine) -> BlockingPortal:
+    if rollout._portal is None:
+        raise LifecycleError('this rollout is not running: use "with", or call start()')
+    return rollout._portal
+
+
 async def _on_loop(function: Callable[[], T]) -> T:
     """For what is not async but belongs to the loop's thread."""
     return function()
@@ -443,8 +449,7 @@ class RolloutEngine:
             max_conversations=max_conversations,
             timeout_s=timeout_s,
         )
-        assert self._portal is not None
-        return self._portal.wrap_async_context_manager(endpoint)
+        return _portal_of(self).wrap_async_context_manager(endpoint)
 
     def flush_cache(self, timeout_s: float = 5.0) -> None:
         """Empty the prefix cache of every engine, once nothing runs in it, within ``timeout_s``."""
@@ -508,9 +513,7 @@ class RolloutEngine:
     def _call(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Run it on the rollout's loop and wait. An interrupt of the wait cancels it there."""
         refuse_fork(self._pid)
-        if self._portal is None:
-            raise LifecycleError('this rollout is not running: use "with", or call start()')
-        future: Future[T] = self._portal.start_task_soon(function, *args)
+        future: Future[T] = _portal_of(self).start_task_soon(function, *args)
         try:
             return future.result()
         except BaseException:

@@ -494,7 +494,7 @@ class AsyncRolloutEngine:
             api_key: that clients must have; a random one by default.
             model_name: that requests give; the config's ``model`` by default.
             tool_parser: as of :meth:`session`.
-            max_conversations: responses to remember; the least recently used are forgotten first.
+            max_conversations: conversations to keep, with all their branches; those unused for longest go first.
             timeout_s: per turn, its wait for a slot included. Default: the config's.
 
         Raises:

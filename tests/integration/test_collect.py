@@ -136,6 +136,25 @@ async def test_a_batch_has_its_groups_tokens_and_the_logprobs_that_transformers_
     assert report.num_tokens == batch.num_tokens == 8 * 24
 
 
+async def test_episodes_of_several_turns_are_rows_whose_mask_and_logprobs_a_trainer_can_use(
+    rollout: sr.AsyncRolloutEngine, tiny_model: Path
+) -> None:
+    async def episode(session: sr.Session, task: sr.Task) -> float:
+        session.add(str(task.prompt))
+        await session.generate()
+        session.add("and then?")
+        await session.generate()
+        return float(session.num_turns)
+
+    batch = await rollout.collect(PROMPTS, n=2, sampling=sr.Sampling(max_new_tokens=12), episode=episode)
+    assert batch.rewards.tolist() == [2.0] * 8
+    for row, completion in enumerate(completion for group in batch.groups for completion in group.completions):
+        assert completion.loss_mask is not None
+        assert int(batch.loss_mask[row].sum()) == sum(completion.loss_mask) < len(completion.token_ids)
+    off = (logprobs_of(load(tiny_model), batch) - batch.logprobs).abs()[batch.loss_mask > 0]
+    assert float(off.max()) < CLOSE
+
+
 async def test_groups_are_rewarded_by_their_text_and_those_that_teach_nothing_are_left_out(
     rollout: sr.AsyncRolloutEngine,
 ) -> None:

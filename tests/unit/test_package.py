@@ -125,7 +125,19 @@ def test_an_error_names_what_it_is_about() -> None:
 
 @pytest.mark.parametrize("module", ["sglrollout", "sglrollout.testing"])
 def test_importing_it_loads_nothing_heavy(module: str) -> None:
-    heavy = ["torch", "transformers", "sglang", "tokenizers", "numpy", "zmq", "triton", "sgl_kernel", "datasets"]
+    heavy = [
+        "torch",
+        "transformers",
+        "sglang",
+        "tokenizers",
+        "numpy",
+        "zmq",
+        "triton",
+        "sgl_kernel",
+        "datasets",
+        "openai",
+    ]
+    heavy += ["starlette", "uvicorn"]
     code = f"import sys, {module}; sys.stdout.write(' '.join(sorted(set({heavy}) & set(sys.modules))))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert loaded.stdout == ""
