@@ -4,7 +4,7 @@ Each step takes a batch, trains on it in a thread while the next one is being sa
 the engine. A line per batch says what it was like.
 
 Usage:
-    python examples/collect.py                            # SmolLM2-135M-Instruct, five steps: two minutes on 2 cores
+    python examples/collect.py                            # SmolLM2-135M-Instruct, five steps: a few minutes on 2 cores
     python examples/collect.py --steps 50 --save batch    # longer; the last batch is saved in the folder "batch"
     python examples/collect.py --tiny                     # a random model of two layers: half a minute
 """
