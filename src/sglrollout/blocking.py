@@ -367,7 +367,7 @@ class RolloutEngine:
         episode: Episode | None = None,
         session: Mapping[str, Any] | None = None,
         over_sample: float = 1.0,
-        surplus: Surplus = "abort",
+        surplus: Surplus = "run",
         max_staleness: int | None = None,
         max_failures: float = 0.2,
         drop_last: bool = False,

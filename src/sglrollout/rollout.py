@@ -332,7 +332,7 @@ class AsyncRolloutEngine:
         episode: Episode | None = None,
         session: Mapping[str, Any] | None = None,
         over_sample: float = 1.0,
-        surplus: Surplus = "abort",
+        surplus: Surplus = "run",
         max_staleness: int | None = None,
         max_failures: float = 0.2,
         drop_last: bool = False,
@@ -366,12 +366,12 @@ class AsyncRolloutEngine:
                 ``reward`` is to judge the whole. It adds messages to the session and takes turns; the task's prompt is
                 its own to use. An episode that raises is a failed sample. One that is taken back starts over.
             session: options of the episodes' sessions, as :meth:`session` takes them.
-            over_sample: groups to start for each that a batch needs, so that it need not wait for the slowest. Those
-                that it did not need go on, for the next batch, as far as ``max_staleness`` lets them (without a bound,
-                all); the others are taken back.
-            surplus: what becomes of a group that is taken back. Its prompt always stays, first in line; ``abort``
-                drops its tokens, ``partial`` goes on from them later, if they are not too stale by then (they keep
-                their logprobs and versions).
+            over_sample: groups to start for each that a batch needs, so that it need not wait for the slowest.
+            surplus: what becomes of the groups that a batch did not need. ``run``: they go on, for the next batch, and
+                what has become too stale by then starts over. ``abort`` and ``partial``: those that run, and have no
+                place in time, are taken back when the batch is taken, until the next sync or the next wait for a batch,
+                so that they take no engine meanwhile; ``partial`` goes on from their tokens then, if they are not too
+                stale (they keep their logprobs and versions). A prompt always stays, first in line.
             max_staleness: bound on the weight version at which a batch is taken less that of its samples' oldest token.
                 0 is strictly on-policy; ``None`` is no bound.
             max_failures: share of failed samples, among the latest 256, at which the collection stops.

@@ -88,6 +88,10 @@ class Worker:
             del job
 
 
+class StuckThreadsError(RuntimeError):
+    """So many calls run on past their timeout that there is no end of it."""
+
+
 class Workers:
     """So many threads for short calls. A call that outlives its timeout keeps its thread, and is counted.
 
@@ -103,18 +107,16 @@ class Workers:
         self.num_stuck = 0
         """Calls that still run, past their timeout."""
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether so many calls are stuck that there is no end of it."""
-        return self.num_stuck >= 4 * self._most
-
     async def call(self, function: Callable[[], Any], timeout_s: float | None) -> Any:
         """What ``function`` gives, or raises; the wait for a thread is not counted.
 
         Raises:
             TimeoutError: it takes longer; its thread is left to it.
+            StuckThreadsError: too many calls did.
         """
         async with self._slots:
+            if self.num_stuck >= 4 * self._most:
+                raise StuckThreadsError(f"{self.num_stuck} calls run on past their timeout")
             worker = self._idle.pop() if self._idle else Worker()
             made = left = False
 

@@ -556,8 +556,9 @@ def lengths_by_number(prompt_ids: Sequence[int], sampling: Any, index: int) -> t
     return tokens, [-float(token) for token in tokens]
 
 
-@pytest.mark.parametrize("surplus", ["abort", "partial"])
-async def test_surplus_groups_are_taken_back_and_come_in_a_later_batch(surplus: Any) -> None:
+@pytest.mark.parametrize("max_staleness", [1, None])
+@pytest.mark.parametrize("surplus", ["run", "abort", "partial"])
+async def test_surplus_groups_are_taken_back_and_come_in_a_later_batch(surplus: Any, max_staleness: int | None) -> None:
     engine = ScriptedEngine(script=lengths_by_number, token_s=0.001)
     async with rollout_of(engine) as rollout:
         collector = rollout.collect(
@@ -565,7 +566,7 @@ async def test_surplus_groups_are_taken_back_and_come_in_a_later_batch(surplus: 
             sampling=sr.Sampling(max_new_tokens=500),
             target_groups=4,
             over_sample=1.5,
-            max_staleness=1,
+            max_staleness=max_staleness,
             surplus=surplus,
         )
         seen: list[int] = []
@@ -584,11 +585,11 @@ async def test_surplus_groups_are_taken_back_and_come_in_a_later_batch(surplus: 
                     span.end for span in completion.weight_versions[:-1]
                 ]
                 assert completion.weight_versions[-1].end == len(completion.token_ids)
-                assert batch.max_staleness(version - 1) <= 1
+                assert max_staleness is None or batch.max_staleness(version - 1) <= max_staleness
     assert sorted(seen) == list(range(12))
     stats = collector.stats
     assert stats is not None
-    assert stats.num_surplus > 0
+    assert (stats.num_surplus > 0) == (surplus != "run")
     assert (stats.num_resumed > 0) == (surplus == "partial")
 
 
@@ -1050,3 +1051,19 @@ async def test_a_second_argument_with_a_default_is_not_taken_for_the_task() -> N
 
     async with rollout_of() as rollout:
         assert (await rollout.collect(prompts(1), sampling=SHORT, reward=scaled)).rewards.tolist() == [2]
+
+
+async def test_tokens_of_weights_that_the_engines_do_not_have_yet_are_not_taken_for_fresh_ones() -> None:
+    async with rollout_of(ScriptedEngine(weight_version=57)) as rollout:
+        collector = rollout.collect(prompts(6), sampling=SHORT, target_groups=2)
+        seen = numbers(await collector)
+        state = collector.state_dict()
+    async with rollout_of(engine := ScriptedEngine()) as rollout:
+        collector = rollout.collect(prompts(6), sampling=SHORT, target_groups=2)
+        collector.load_state_dict(state)
+        with pytest.raises(sr.LifecycleError, match="version=57"):
+            await collector
+        publish(rollout, [engine], 57)
+        async for batch in collector:
+            seen += numbers(batch)
+    assert sorted(seen) == list(range(6))

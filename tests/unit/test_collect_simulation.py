@@ -122,7 +122,7 @@ def test_64_engines_and_100_000_samples_keep_the_bound_starve_nobody_and_stay_bu
     assert statistics.fmean(trace.staleness) < 8
 
 
-@pytest.mark.parametrize("surplus", ["abort", "partial"])
+@pytest.mark.parametrize("surplus", ["run", "abort", "partial"])
 def test_a_run_is_the_same_under_the_same_seed_and_another_under_another(surplus: str) -> None:
     options: dict[str, Any] = {
         **{"num_engines": 6, "num_samples": 3000, "target_groups": 12, "max_staleness": 2, "train_s": 4.0},

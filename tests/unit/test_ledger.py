@@ -21,11 +21,15 @@ class Collection(RuleBasedStateMachine):
     """Groups start and end in any order; the trainer takes batches and syncs whenever it likes."""
 
     @initialize(
-        batch_size=st.integers(1, 4), max_staleness=st.integers(0, 3), num_spare=st.integers(0, 2), calm=st.booleans()
+        batch_size=st.integers(1, 4),
+        max_staleness=st.integers(0, 3),
+        num_spare=st.integers(0, 2),
+        calm=st.booleans(),
+        takes_back=st.booleans(),
     )
-    def begin(self, batch_size: int, max_staleness: int, num_spare: int, calm: bool) -> None:
+    def begin(self, batch_size: int, max_staleness: int, num_spare: int, calm: bool, takes_back: bool) -> None:
         self.batch_size, self.bound, self.num_spare = batch_size, max_staleness, num_spare
-        self.calm = calm
+        self.takes_back, self.calm = takes_back, calm
         """One batch between two syncs at least, which is what pacing counts on."""
         self.ledger = Ledger(Pacer(batch_size, max_staleness, num_spare, ahead=8))
         self.num_made, self.taken, self.delivered = 0, False, set[int]()
@@ -66,7 +70,8 @@ class Collection(RuleBasedStateMachine):
     @rule()
     def ask(self) -> None:
         """The trainer asks for a batch, and gets one if it may be taken now."""
-        self.ledger.pacer.away = self.taken = False
+        self.taken = False
+        self.ledger.ask()
         self.admit_all()
         self.take()
 
@@ -81,8 +86,8 @@ class Collection(RuleBasedStateMachine):
             assert run.index not in self.delivered
             self.delivered.add(run.index)
         self.ledger.deliver(chosen)
-        for run in self.ledger.surplus(self.num_spare):
-            self.ledger.take_back(run, keep=True)
+        if self.takes_back:
+            self.ledger.set_aside_surplus(self.num_spare, keep=True)
         self.taken = True
         return True
 
@@ -94,7 +99,8 @@ class Collection(RuleBasedStateMachine):
 
     @rule()
     def a_batch_always_comes_when_all_that_runs_ends(self) -> None:
-        self.ledger.pacer.away = self.taken = False
+        self.taken = False
+        self.ledger.ask()
         for _ in range(3 * (self.bound + 2) * (self.batch_size + self.num_spare)):
             self.admit_all()
             if self.take():

@@ -13,7 +13,7 @@ import anyio
 
 from sglrollout.collect.task import Task
 from sglrollout.errors import ConfigError, LifecycleError, RewardError
-from sglrollout.threads import Workers, is_async
+from sglrollout.threads import StuckThreadsError, Workers, is_async
 from sglrollout.types import Completion, Group
 
 
@@ -68,8 +68,6 @@ class UserFunction:
             RewardError: it took longer than ``timeout_s``, or awaited something that was cancelled.
             LifecycleError: more calls than there is an end of are past their timeout, and run still.
         """
-        if self._workers.exhausted:
-            raise _StuckError(f"{self._workers.num_stuck} calls of {self.label} run on past reward_timeout_s")
         taken = arguments[: self._num_taken]
         try:
             if not self._is_async:
@@ -80,6 +78,8 @@ class UserFunction:
                 value = self._function(*taken)
             with anyio.fail_after(self._timeout_s):
                 return await value
+        except StuckThreadsError as error:
+            raise _StuckError(f"{self.label}: {error} (reward_timeout_s)") from error
         except TimeoutError as error:
             if self._timeout_s is None:
                 raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
 
 from sglrollout.collect.pacing import Pacer
 from sglrollout.collect.runs import GroupRun, Stage
@@ -21,6 +20,7 @@ class Ledger:
         pending: groups that wait to be admitted, the oldest first.
         runs: admitted groups, by index: those that run, have ended, or are finished.
         finished: groups that wait for their batch, by index.
+        aside: groups that were taken back as surplus: they wait for the next version, or until a batch is asked for.
         num_running: groups with samples that have not ended.
         num_expired: groups whose tokens had become too stale, and were dropped.
     """
@@ -30,6 +30,7 @@ class Ledger:
         self.pending: list[tuple[int, GroupRun]] = []
         self.runs: dict[int, GroupRun] = {}
         self.finished: dict[int, GroupRun] = {}
+        self.aside: list[GroupRun] = []
         self.num_running = self.num_expired = 0
         self._births: Counter[int] = Counter()
 
@@ -40,7 +41,8 @@ class Ledger:
 
     def everything(self) -> list[GroupRun]:
         """Every group, the oldest first."""
-        return [run for _, run in sorted((dict(self.pending) | self.runs).items())]
+        found = dict(self.pending) | self.runs | {run.index: run for run in self.aside}
+        return [run for _, run in sorted(found.items())]
 
     # ------------------------------------------------------------ in
 
@@ -100,20 +102,38 @@ class Ledger:
             self.forget(run)
         self.pacer.away = True
 
-    def surplus(self, at_most: int) -> Iterator[GroupRun]:
-        """Unfinished groups that over-sampling started, and for which no batch has a place in time.
+    def set_aside_surplus(self, at_most: int, keep: bool) -> int:
+        """Take back groups that over-sampling started, that have not ended, and for which no batch has a place in time.
 
-        Those whose samples still run come first, and of them the youngest.
+        Without a bound on staleness, that is the youngest of those that run. They wait until :meth:`ask` or
+        :meth:`advance`.
 
-        Each is taken back before the next is looked for.
+        Returns:
+            how many.
         """
+        before = len(self.aside)
         for _ in range(at_most):
             born_by = self.pacer.surplus_born_by(self._births)
-            unfinished = (run for run in self.runs.values() if run.stage is not Stage.FINISHED)
-            may_go = [run for run in unfinished if born_by is not None and run.birth <= born_by]
+            may_go = [
+                run
+                for run in self.runs.values()
+                if run.stage is Stage.RUNNING and born_by is not None and run.birth <= born_by
+            ]
             if not may_go:
-                return
-            yield max(may_go, key=lambda run: (run.stage is Stage.RUNNING, *_line(run)))
+                break
+            run = max(may_go, key=_line)
+            self._end(run, keep)
+            self.aside.append(run)
+        return len(self.aside) - before
+
+    def ask(self) -> None:
+        """The trainer asks for a batch: it will be used under the version of now."""
+        self.pacer.away = False
+        self._return_aside()
+
+    def _return_aside(self) -> None:
+        while self.aside:
+            self.push(self.aside.pop())
 
     def forget(self, run: GroupRun) -> None:
         """It is delivered, filtered out, or about to be taken back."""
@@ -125,15 +145,19 @@ class Ledger:
 
     def take_back(self, run: GroupRun, keep: bool) -> None:
         """End what runs of it. It waits to be admitted again, with the tokens it has if they are to be kept."""
+        self._end(run, keep)
+        self.push(run)
+
+    def _end(self, run: GroupRun, keep: bool) -> None:
         self.forget(run)
         run.take_back(keep)
-        self.push(run)
 
     def advance(self, version: int) -> None:
         """A sync brought new weights: what is too stale now starts over."""
         self.pacer.advance(version)
         for run in [run for run in self.runs.values() if self.pacer.overdue(run.birth)]:
             self._expire(run)
+        self._return_aside()
 
     def _expire(self, run: GroupRun) -> None:
         self.take_back(run, keep=False)

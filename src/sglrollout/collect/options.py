@@ -15,7 +15,7 @@ from sglrollout.threads import Workers
 from sglrollout.types import Completion
 
 Source = Iterable[Any] | AsyncIterable[Any]
-Surplus = Literal["abort", "partial"]
+Surplus = Literal["run", "abort", "partial"]
 Play = Callable[[Task], Awaitable[tuple[Completion, float | None]]]
 """Samples a task by an episode: the whole of it as one completion, and its reward if the episode knows it."""
 
@@ -75,8 +75,8 @@ def collect_options(
     _check_number("max_failures", max_failures, 0, 1)
     if over_sample > 1 and target_groups is None:
         raise ConfigError("over_sample", over_sample, "needs target_groups: what is there to start more than?")
-    if surplus not in ("abort", "partial"):
-        raise ConfigError("surplus", surplus, 'must be "abort" or "partial"')
+    if surplus not in ("run", "abort", "partial"):
+        raise ConfigError("surplus", surplus, 'must be "run", "abort" or "partial"')
     if surplus == "partial":
         _check_partial(max_staleness, sampling, play)
     if type(drop_last) is not bool:

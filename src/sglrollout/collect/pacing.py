@@ -17,7 +17,7 @@ not yet delivered have a deadline up to ``d``. It is kept
 So a group that is due is always in the batch, and none is ever stale. Two syncs without a batch between them take
 ``B`` places away that were counted on: what is then too old starts over (:meth:`Pacer.overdue`).
 
-Over-sampling puts ``spare`` groups beyond that where there are places at all, and as many are taken back at delivery.
+Over-sampling puts ``spare`` groups beyond that where there are places at all, and as many may be left over at delivery.
 """
 
 from __future__ import annotations
@@ -86,9 +86,12 @@ class Pacer:
         return any(excess > self.spare and deadline < latest for deadline, excess in self._excess(left, True))
 
     def surplus_born_by(self, left: Counter[int]) -> int | None:
-        """After a batch was taken: a birth up to which there are now more groups than there is time for, if so."""
+        """After a batch was taken: a birth up to which there are now more groups than there is time for, if so.
+
+        Without a bound there is time for all, and it is that of the youngest.
+        """
         if self.batch_size is None or self.max_staleness is None:
-            return None
+            return max(left, default=None)
         found = next((deadline for deadline, excess in self._excess(left, True) if excess > 0), None)
         return None if found is None else found - self.max_staleness
 

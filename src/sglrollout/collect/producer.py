@@ -351,7 +351,7 @@ class Producer:
         Args:
             build: makes it of the groups. They are delivered once that has returned: cancelling it loses nothing.
         """
-        self._ledger.pacer.away = False
+        self._ledger.ask()
         self._notify()
         begun = self.loop.time()
         while True:
@@ -392,9 +392,9 @@ class Producer:
         ledger = self._ledger
         ledger.deliver(chosen)
         self._num_delivered += len(chosen)
-        for run in ledger.surplus(self.options.num_spare):
-            ledger.take_back(run, keep=self.options.surplus == "partial")
-            self.tally.num_surplus += 1
+        if self.options.surplus != "run":
+            kept = self.options.surplus == "partial"
+            self.tally.num_surplus += ledger.set_aside_surplus(self.options.num_spare, kept)
         self.tally.num_restarted = ledger.num_expired
         self.tally.delivered(groups, ledger.pacer.version, waited_s)
         self._notify()
@@ -408,6 +408,7 @@ class Producer:
             "format": STATE_FORMAT,
             "num_read": self._num_read,
             "num_delivered": self._num_delivered,
+            "weight_version": self._ledger.pacer.version,
             "rng": [version, list(numbers), gauss],
             "groups": [run.to_record() for run in self._ledger.everything()],
         }
@@ -418,9 +419,15 @@ class Producer:
             version, numbers, gauss = state["rng"]
             self._rng.setstate((version, tuple(numbers), gauss))
             self._num_read, self._num_delivered = state["num_read"], state["num_delivered"]
+            version_then = int(state["weight_version"])
             runs = [GroupRun.from_record(record, self._prepare) for record in state["groups"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError("state", "...", f"must be a state_dict() of a collection ({error!r})") from error
+        if version_then > self._ledger.pacer.version:
+            raise LifecycleError(
+                f"the state was saved under weight version {version_then}, and the engines are at "
+                f"{self._ledger.pacer.version}: sync the restored weights first, with version={version_then} or later"
+            )
         for run in runs:
             if len(run.slots) != self.options.n:
                 raise ConfigError("n", self.options.n, f"must be that of the saved state, {len(run.slots)}")

@@ -247,16 +247,20 @@ class SGLangEngine:
             return
         if _rid(request_id) not in self._manager.rid_to_state:
             task.cancel("aborted before it began")
-            return
-        self._manager.abort_request(rid=_rid(request_id))
+        else:
+            self._manager.abort_request(rid=_rid(request_id))
         asyncio.get_running_loop().call_later(_FORCED_END_S, self._force_end, request_id)
 
     def _force_end(self, request_id: int) -> None:
-        """For a request that the scheduler does not know yet, so that its abort found nothing."""
+        """For a request that the scheduler did not know yet, so that its abort found nothing.
+
+        Again and again, until it is gone: ``asyncio.wait_for``, in which SGLang waits, may swallow a cancellation.
+        """
         task = self._tasks.get(request_id)
         if task is not None:
             self._manager.abort_request(rid=_rid(request_id))
             task.cancel("aborted")
+            asyncio.get_running_loop().call_later(_FORCED_END_S, self._force_end, request_id)
 
     async def _serve(self, request: Generate) -> None:
         """One request's life in SGLang. With step outputs the loop body sees the end only."""

@@ -122,7 +122,7 @@ class _Chat:
     # ------------------------------------------------------------ streams
 
     async def _on_chunk(self, choice: Choice, chunk: Chunk) -> None:
-        if not chunk.token_ids:
+        if not chunk.token_ids and not chunk.text:
             return
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs)
         await self._begin(choice)
