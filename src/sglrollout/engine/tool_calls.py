@@ -42,7 +42,7 @@ def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str, tokeni
         try:
             content, calls = found.parse_non_stream(text)
         except Exception as error:  # of what a model may write, no parser has seen all
-            _log.debug("SGLang's parser %s failed on %r", parser, text, exc_info=error)
+            _log.debug("SGLang's parser %s failed with %s", parser, type(error).__name__)
     if not calls:
         return {"content": text, "calls": []}
     return {"content": content, "calls": [[call.name or "", call.parameters] for call in calls]}

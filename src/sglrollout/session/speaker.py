@@ -18,6 +18,13 @@ from sglrollout.types import Completion, Message
 
 CHUNK_TOKENS = 32  # so often a turn's tokens come in: no more of them are lost when its engine dies
 _keys = itertools.count()
+_OURS = frozenset(
+    {
+        *("conversation", "messages", "chat_template", "tools", "documents", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding"),
+        *("truncation", "max_length", "tokenizer_kwargs"),
+    }
+)
 
 
 class SpeakerOptions(NamedTuple):
@@ -205,6 +212,9 @@ def speaker_options(
         raise ConfigError("tool_timeout_s", tool_timeout_s, "must be a number of seconds greater than 0")
     if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
         raise ConfigError("chat_template_kwargs", chat_template_kwargs, "must be a mapping")
+    if taken := _OURS & set(chat_template_kwargs or ()):
+        rule = "must be names of the template's own: transformers' arguments are set here"
+        raise ConfigError("chat_template_kwargs", min(taken), rule)
     return SpeakerOptions(
         tools,
         tool_parser,
