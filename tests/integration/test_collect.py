@@ -183,22 +183,20 @@ async def test_groups_are_rewarded_by_their_text_and_those_that_teach_nothing_ar
     assert (advantages.abs().sum(dim=1) > 0).all()
 
 
-async def test_leaving_the_loop_frees_the_engines(trained_rollout: sr.AsyncRolloutEngine) -> None:
-    rollout = trained_rollout
+async def test_leaving_the_loop_frees_the_engines(rollout: sr.AsyncRolloutEngine) -> None:
     endless = (f"Count to {i}" for i in itertools.count())
     sampling = sr.Sampling(max_new_tokens=1500, ignore_eos=True)
     collector = rollout.collect(endless, n=2, sampling=sampling, target_groups=2, max_staleness=1, over_sample=2.0)
     waiting = asyncio.ensure_future(collector)
-    await until_tokens_came(collector, num_samples=6)
+    await until_tokens_came(collector, num_samples=12)
     waiting.cancel()
     await collector.aclose()
     await assert_idle(rollout)
 
 
 async def test_a_collection_goes_on_from_a_checkpoint_and_its_cut_samples_from_their_tokens(
-    trained_rollout: sr.AsyncRolloutEngine,
+    rollout: sr.AsyncRolloutEngine,
 ) -> None:
-    rollout = trained_rollout
     info = rollout.engines[0].info
     assert info is not None
     prompts: list[list[int]] = [[*range(20, 30), i] for i in range(4)]  # and two that have room for few tokens

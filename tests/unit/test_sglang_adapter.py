@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglrollout.engine.sglang_adapter import SGLangEngine, _process_state_kept
+from sglrollout.wire.messages import Generate
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -63,3 +65,16 @@ async def test_a_resume_waits_for_a_pause_that_nobody_waits_for_any_more() -> No
     await asyncio.gather(pausing, resuming)
     assert scheduler.called == ["pause", "resume"]
     assert (scheduler.is_pause, engine.weight_version) == (False, 3)
+
+
+async def test_a_request_that_is_aborted_before_its_first_step_ends_and_leaves_nothing_behind() -> None:
+    """As when a host reads a request and its abort at once."""
+    engine, sent = SGLangEngine.__new__(SGLangEngine), list[Any]()
+    engine._tasks, engine._emit, engine.weight_version = {}, sent.append, 0
+    engine._manager = SimpleNamespace(rid_to_state={})
+    engine.submit(Generate(7, [1, 2], {}, 0))
+    engine.abort(7)
+    await asyncio.sleep(0.01)
+    assert engine.num_inflight == 0
+    (output,) = sent[0].outputs
+    assert (output.request_id, output.finish.reason) == (7, "abort")

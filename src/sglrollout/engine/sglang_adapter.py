@@ -239,6 +239,12 @@ class SGLangEngine:
         """Start one request. Its outputs, and its end, go to ``emit``."""
         task = asyncio.get_running_loop().create_task(self._serve(request))
         self._tasks[request.request_id] = task
+        task.add_done_callback(lambda task: self._served(request.request_id, task))
+
+    def _served(self, request_id: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[request_id]
+        if task.cancelled():  # before its first step, so that nothing in it has run
+            self._emit_end(request_id, Finish("abort", message="aborted before it began"))
 
     def abort(self, request_id: int) -> None:
         """Drop one request; it still ends through ``emit``, within half a second."""
@@ -247,20 +253,16 @@ class SGLangEngine:
             return
         if _rid(request_id) not in self._manager.rid_to_state:
             task.cancel("aborted before it began")
-        else:
-            self._manager.abort_request(rid=_rid(request_id))
+            return
+        self._manager.abort_request(rid=_rid(request_id))
         asyncio.get_running_loop().call_later(_FORCED_END_S, self._force_end, request_id)
 
     def _force_end(self, request_id: int) -> None:
-        """For a request that the scheduler did not know yet, so that its abort found nothing.
-
-        Again and again, until it is gone: ``asyncio.wait_for``, in which SGLang waits, may swallow a cancellation.
-        """
+        """For a request that the scheduler does not know yet, so that its abort found nothing."""
         task = self._tasks.get(request_id)
         if task is not None:
             self._manager.abort_request(rid=_rid(request_id))
             task.cancel("aborted")
-            asyncio.get_running_loop().call_later(_FORCED_END_S, self._force_end, request_id)
 
     async def _serve(self, request: Generate) -> None:
         """One request's life in SGLang. With step outputs the loop body sees the end only."""
@@ -274,8 +276,6 @@ class SGLangEngine:
         except Exception as error:
             message = f"{type(error).__name__}: {getattr(error, 'detail', None) or error}"
             self._emit_end(request.request_id, Finish("error", message=message))
-        finally:
-            self._tasks.pop(request.request_id, None)
 
     async def forward_steps(self) -> None:
         """Take the scheduler's steps and forward them, for ever."""
