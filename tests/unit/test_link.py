@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -229,6 +229,21 @@ def test_sending_to_an_end_that_is_gone_fails(ends: Ends) -> None:
     ends.trainer.close()
     with pytest.raises(ChannelError, match="gone"):
         ends.engine.send(Mapped())
+
+
+def test_a_message_with_file_descriptors_is_sent_even_if_its_reader_goes_as_soon_as_it_has_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_fds = socket.send_fds
+
+    def send_and_be_left(*arguments: Any) -> int:
+        sent = send_fds(*arguments)
+        ends.engine.close()
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", send_and_be_left)
+    with open(os.devnull) as file:
+        ends.trainer.send(OFFER, [file.fileno()])
 
 
 def test_sending_file_descriptors_to_an_end_that_is_gone_fails(ends: Ends) -> None:

@@ -396,10 +396,10 @@ async def test_requests_in_engines_that_became_stale_fail_and_so_do_those_that_w
     engine = Engine(fail_command=failing("load_portable"), max_running=1)
     config, endless = CONFIG.replace(max_inflight=1), sr.Sampling(max_new_tokens=30000, ignore_eos=True)
     async with sr.AsyncRolloutEngine(config=config, engines=[engine]) as rollout:
-        running, waiting = (
-            asyncio.ensure_future(rollout.generate([PROMPT], sampling=endless, on_error="return")) for _ in range(2)
-        )
-        await until(lambda: engine.num_tokens > 10 and rollout.num_queued == 1)
+        running = asyncio.ensure_future(rollout.generate([PROMPT], sampling=endless, on_error="return"))
+        await until(lambda: engine.num_tokens > 10)
+        waiting = asyncio.ensure_future(rollout.generate([PROMPT], sampling=endless, on_error="return"))
+        await until(lambda: rollout.num_queued == 1)
         engine.hang = True
         async with sr.WeightSyncer(rollout, sr.TensorSource(weights())) as syncer:
             with pytest.raises(sr.WeightSyncError):

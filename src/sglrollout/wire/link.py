@@ -125,7 +125,8 @@ class Link:
         self._socket.settimeout(timeout_s)
         try:
             sent = socket.send_fds(self._socket, [frame], fds) if fds else 0
-            self._socket.sendall(frame[sent:])
+            if sent < len(frame):  # an empty sendall() still fails on a link that the other end has closed since
+                self._socket.sendall(frame[sent:])
         except OSError as error:
             raise ChannelError(f"the other end of a weight link is gone: {error}") from error
 
