@@ -178,6 +178,41 @@ async def test_a_lowered_limit_takes_nothing_away_and_lets_nobody_in() -> None:
     assert in_flight(dispatcher, target) == [1]
 
 
+async def test_waking_for_one_target_serves_waiters_there() -> None:
+    first, second = Target(ready=False), Target()
+    dispatcher = Dispatcher([first, second])
+    await dispatcher.acquire()
+    tasks = [await waiting(dispatcher) for _ in range(2)]
+    first.ready = True
+    dispatcher.wake(first)
+    await settle(tasks[0])
+    assert tasks[0].result().target is first
+    second.limit = 2
+    dispatcher.wake(second)
+    await settle(tasks[1])
+    assert tasks[1].result().target is second
+
+
+async def test_a_target_that_is_added_serves_waiters_and_comes_last_among_equals() -> None:
+    first, added = Target(), Target(limit=2)
+    dispatcher = Dispatcher([first])
+    lease = await dispatcher.acquire()
+    task = await waiting(dispatcher)
+    dispatcher.add(added)
+    await settle(task)
+    assert task.result().target is added
+    lease.release()
+    task.result().release()
+    assert [(await dispatcher.acquire()).target for _ in range(3)] == [first, added, added]
+
+
+async def test_the_first_target_of_a_running_dispatcher_may_be_added() -> None:
+    dispatcher = Dispatcher[Target]([])
+    target = Target()
+    dispatcher.add(target)
+    assert (await dispatcher.acquire()).target is target
+
+
 async def test_a_second_release_does_nothing() -> None:
     target = Target(limit=2)
     dispatcher = Dispatcher([target])
@@ -320,17 +355,33 @@ async def test_a_grant_and_a_cancelled_scope_in_the_same_instant_leak_nothing() 
     assert in_flight(dispatcher, target) == [len(got)]  # whoever has a lease can release it
 
 
-async def test_a_cancelled_waiter_at_the_head_lets_the_next_one_in() -> None:
-    """The head waits for nothing but its turn: when it goes, room that is there already must be given on."""
+async def test_a_cancelled_waiter_at_the_head_is_passed_over() -> None:
+    """Also in the instant in which it is cancelled, while its task has not run yet."""
     target = Target(limit=1)
     dispatcher = Dispatcher([target])
     await dispatcher.acquire()
     head, following = await waiting(dispatcher), await waiting(dispatcher)
-    target.limit = 2  # nobody called wake()
+    target.limit = 2
     head.cancel()
+    dispatcher.wake()
     await settle(head, following)
-    assert not following.cancelled()
+    assert head.cancelled()
     assert following.result().target is target
+
+
+async def test_a_deadline_and_a_cancel_in_the_same_instant_end_the_wait_once() -> None:
+    target = Target()
+    dispatcher = Dispatcher([target])
+    lease = await dispatcher.acquire()
+    task = await waiting(dispatcher, deadline=time.monotonic())
+    await turns(2)  # the deadline has passed, and the task has not run since
+    assert not task.done()
+    assert dispatcher.num_queued == 0
+    task.cancel()
+    await settle(task)
+    assert task.cancelled()
+    lease.release()
+    assert in_flight(dispatcher, target) == [0]
 
 
 STEPS = st.one_of(
@@ -414,3 +465,158 @@ class Schedule:
 @given(st.lists(STEPS, max_size=60))
 def test_no_schedule_of_calls_leaks_a_slot_or_forgets_a_waiter(steps: list[tuple[str, int]]) -> None:
     asyncio.run(Schedule().run(steps))
+
+
+# ------------------------------------------------------------ the same choice as by looking at every engine
+
+
+class Linear:
+    """What the dispatcher is to do, by looking at every target each time."""
+
+    def __init__(self, targets: list[Target]) -> None:
+        self.targets, self.num_inflight = targets, [0] * len(targets)
+        self.waiting: list[tuple[int, Hashable | None]] = []
+        self.sent: dict[Hashable, int] = {}
+        self.grants: list[tuple[int, int]] = []
+
+    def acquire(self, caller: int, key: Hashable | None) -> None:
+        self.waiting.append((caller, key))
+        self.serve()
+
+    def leave(self, caller: int) -> None:
+        self.waiting = [waiter for waiter in self.waiting if waiter[0] != caller]
+
+    def release(self, place: int) -> None:
+        self.num_inflight[place] -= 1
+        self.serve()
+
+    def serve(self) -> None:
+        while self.waiting and (place := self.choose(self.waiting[0][1])) is not None:
+            caller, key = self.waiting.pop(0)
+            self.num_inflight[place] += 1
+            self.grants.append((caller, place))
+            if key is not None:
+                self.sent[key] = place
+
+    def choose(self, key: Hashable | None) -> int | None:
+        room = [place for place in range(len(self.targets)) if self.has_room(place)]
+        if not room:
+            return None
+        idlest = min(room, key=lambda place: self.num_inflight[place] / self.targets[place].limit)
+        sticky = self.sent.get(key) if key is not None else None
+        if sticky is None or not self.has_room(sticky):
+            return idlest
+        slack = max(8, self.targets[sticky].limit // 4)
+        return sticky if self.num_inflight[sticky] - self.num_inflight[idlest] <= slack else idlest
+
+    def has_room(self, place: int) -> bool:
+        return self.targets[place].ready and self.num_inflight[place] < self.targets[place].limit
+
+
+class Comparison:
+    """Runs steps against a dispatcher and the linear model of it, and compares who was sent where."""
+
+    def __init__(self, limits: list[int]) -> None:
+        self.targets = [Target(limit=limit) for limit in limits]
+        self.dispatcher, self.linear = Dispatcher(self.targets), Linear(self.targets)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.grants: list[tuple[int, int]] = []
+        self.held: list[tuple[Lease[Target], int]] = []
+
+    async def run(self, steps: list[tuple[str, int, int]]) -> None:
+        for name, which, number in steps:
+            getattr(self, name)(which, number)
+            await turns(3)
+            assert sorted(self.grants) == sorted(self.linear.grants)
+            assert in_flight(self.dispatcher, *self.targets) == self.linear.num_inflight
+            assert self.dispatcher.num_queued == len(self.linear.waiting)
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    def acquire(self, key: int, count: int) -> None:
+        for _ in range(count):
+            caller = len(self.tasks)
+            self.tasks.append(asyncio.ensure_future(self.call(caller, key or None)))
+            self.linear.acquire(caller, key or None)
+
+    async def call(self, caller: int, key: int | None) -> None:
+        lease = await self.dispatcher.acquire(key)
+        place = self.targets.index(lease.target)
+        self.grants.append((caller, place))
+        self.held.append((lease, place))
+
+    def cancel(self, which: int, _: int) -> None:
+        if self.tasks:
+            caller = which % len(self.tasks)
+            self.tasks[caller].cancel()
+            self.linear.leave(caller)
+
+    def release(self, which: int, count: int) -> None:
+        for _ in range(min(count, len(self.held))):
+            lease, place = self.held.pop(which % len(self.held))
+            lease.release()
+            self.linear.release(place)
+
+    def change(self, which: int, limit: int) -> None:
+        """For better or worse, which the dispatcher is told."""
+        self.alter(which, limit)
+        self.dispatcher.wake(self.targets[which % len(self.targets)])
+        self.linear.serve()
+
+    def change_several(self, which: int, limit: int) -> None:
+        for i in range(3):
+            self.alter(which + i, limit + i)
+        self.dispatcher.wake()
+        self.linear.serve()
+
+    def alter(self, which: int, limit: int) -> None:
+        target = self.targets[which % len(self.targets)]
+        if limit % 3:
+            target.limit = limit
+        else:
+            target.ready = not target.ready
+
+    def spoil(self, which: int, limit: int) -> None:
+        """For the worse, which the dispatcher is not told."""
+        target = self.targets[which % len(self.targets)]
+        if limit % 3:
+            target.limit = min(target.limit, limit)
+        else:
+            target.ready = False
+
+
+CHANGES = ("acquire", "acquire", "acquire", "release", "release", "cancel", "change", "change_several", "spoil")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=9),
+    st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 12), st.integers(0, 30)), max_size=40),
+)
+def test_samples_go_where_looking_at_every_engine_would_send_them(
+    limits: list[int], steps: list[tuple[str, int, int]]
+) -> None:
+    asyncio.run(Comparison(limits).run(steps))
+
+
+class Watched:
+    """A target that counts how often it is looked at."""
+
+    num_looks = 0
+    limit = 100
+
+    @property
+    def ready(self) -> bool:
+        Watched.num_looks += 1
+        return True
+
+
+async def test_among_a_thousand_engines_few_are_looked_at_for_a_sample() -> None:
+    dispatcher = Dispatcher([Watched() for _ in range(1000)])
+    leases = [await dispatcher.acquire(key=number % 50) for number in range(1000)]
+    Watched.num_looks = 0
+    for number in range(1000):
+        leases[number].release()
+        await dispatcher.acquire(key=number % 50)
+    assert Watched.num_looks <= 5 * 1000

@@ -6,16 +6,15 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
-
-import anyio
 
 from sglrollout.errors import NoEngineError, QueueFullError, RequestTimeoutError, fresh
 
 _AFFINITY_MEMORY = 100_000
 _SLACK_SHARE = 0.25
 _SLACK_FLOOR = 8
+_CLOSED = math.inf
 
 
 class Target(Protocol):
@@ -46,6 +45,34 @@ class Lease(Generic[T]):
             dispatcher._release(self.target)
 
 
+class _Tournament:
+    """Which of a row of numbers is the least, the first of equals. To change one costs O(log n)."""
+
+    __slots__ = ("_first_leaf", "_nodes")
+
+    def __init__(self, numbers: Sequence[float]) -> None:
+        # The n leaves are nodes n to 2n - 1; each other node i holds the lesser of nodes 2i and 2i + 1, down to node 1.
+        # They hold pairs of a number and its place, so that the lesser of two equals is the one that comes first.
+        leaves = [(number, place) for place, number in enumerate(numbers)]
+        self._first_leaf = len(leaves)
+        self._nodes = leaves + leaves
+        for node in range(self._first_leaf - 1, 0, -1):
+            self._nodes[node] = min(self._nodes[2 * node], self._nodes[2 * node + 1])
+
+    @property
+    def least(self) -> tuple[float, int]:
+        """The number, and its place."""
+        return self._nodes[1]
+
+    def change(self, place: int, number: float) -> None:
+        nodes, node, winner = self._nodes, self._first_leaf + place, (number, place)
+        while nodes[node] != winner:
+            nodes[node] = winner
+            if node > 1:
+                winner = min(winner, nodes[node ^ 1])
+                node //= 2
+
+
 class Dispatcher(Generic[T]):
     """Hands out leases, first come first served.
 
@@ -54,13 +81,15 @@ class Dispatcher(Generic[T]):
     is not far busier than the idlest one.
 
     Args:
-        targets: the engines; a fixed set, whose ``ready`` and ``limit`` may change. Call :meth:`wake` when they do.
+        targets: the engines, whose ``ready`` and ``limit`` may change. Call :meth:`wake` when they do.
         max_queued: callers that may wait at once.
     """
 
     def __init__(self, targets: list[T], max_queued: int = 65536) -> None:
-        self._targets, self._max_queued = targets, max_queued
-        self._inflight: dict[int, int] = {id(target): 0 for target in targets}
+        self._targets, self._max_queued = list(targets), max_queued
+        self._places = {id(target): place for place, target in enumerate(targets)}
+        self._inflight = [0] * len(targets)
+        self._shares, self._shares_are_old = _Tournament(()), True
         self._waiting: OrderedDict[asyncio.Future[Lease[T]], Hashable | None] = OrderedDict()
         self._affinity: OrderedDict[Hashable, T] = OrderedDict()
         self._closed: Exception | None = None
@@ -83,7 +112,14 @@ class Dispatcher(Generic[T]):
 
     def num_inflight(self, target: T) -> int:
         """Leases out at one engine."""
-        return self._inflight[id(target)]
+        return self._inflight[self._places[id(target)]]
+
+    def add(self, target: T) -> None:
+        """One more, last among equals."""
+        self._places[id(target)] = len(self._targets)
+        self._targets.append(target)
+        self._inflight.append(0)
+        self.wake()
 
     async def acquire(self, key: Hashable | None = None, deadline: float | None = None) -> Lease[T]:
         """Wait for a slot. Cancelling the wait frees whatever it would have got.
@@ -107,21 +143,37 @@ class Dispatcher(Generic[T]):
         return await self._wait(key, deadline)
 
     async def _wait(self, key: Hashable | None, deadline: float | None) -> Lease[T]:
-        future: asyncio.Future[Lease[T]] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Lease[T]] = loop.create_future()
         self._waiting[future] = key
+        timer = None
+        if deadline is not None:  # a bare timer: a cancel scope would double the memory that one that waits takes
+            timer = loop.call_later(max(0.0, deadline - time.monotonic()), self._expire, future)
         try:
-            with anyio.fail_after(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                return await future
-        except BaseException as error:
+            return await future
+        except BaseException:
+            self._waiting.pop(future, None)
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().release()  # granted in the same instant in which the caller was cancelled
-            self._waiting.pop(future, None)
-            self.wake()
-            if isinstance(error, TimeoutError):
-                raise RequestTimeoutError("the deadline passed while the sample waited for a slot") from None
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
 
-    def wake(self) -> None:
+    def _expire(self, future: asyncio.Future[Lease[T]]) -> None:
+        if not future.done():
+            del self._waiting[future]
+            future.set_exception(RequestTimeoutError("the deadline passed while the sample waited for a slot"))
+
+    def wake(self, target: T | None = None) -> None:
+        """Serve waiters, as ``ready`` or ``limit`` of ``target`` has changed; or of any target, which takes longer."""
+        if target is None:
+            self._shares_are_old = True
+        else:
+            self._note(self._places[id(target)])
+        self._serve()
+
+    def _serve(self) -> None:
         """Serve waiters in order, as far as there is room."""
         while self._waiting:
             future, key = next(iter(self._waiting.items()))
@@ -156,7 +208,7 @@ class Dispatcher(Generic[T]):
             raise NoEngineError("the pool has no engine")
 
     def _grant(self, target: T, key: Hashable | None) -> Lease[T]:
-        self._inflight[id(target)] += 1
+        self._count(target, 1)
         if key is not None:
             self._affinity[key] = target
             self._affinity.move_to_end(key)
@@ -165,21 +217,45 @@ class Dispatcher(Generic[T]):
         return Lease(self, target)
 
     def _release(self, target: T) -> None:
-        self._inflight[id(target)] -= 1
-        self.wake()
+        self._count(target, -1)
+        self._serve()
+
+    def _count(self, target: T, change: int) -> None:
+        place = self._places[id(target)]
+        self._inflight[place] += change
+        self._note(place)
+
+    # ------------------------------------------------------------ who takes it
 
     def _choose(self, key: Hashable | None) -> T | None:
         """The engine for this sample now, or ``None`` when all are full."""
-        idlest, least = None, math.inf
-        for target in self._targets:
-            num_inflight, limit = self._inflight[id(target)], target.limit
-            if num_inflight < limit and num_inflight / limit < least and target.ready:
-                idlest, least = target, num_inflight / limit
+        idlest = self._idlest()
         sticky = self._affinity.get(key) if key is not None else None
-        if sticky is None or idlest is None or not self._is_open(sticky):
+        if sticky is None or idlest is None or self._share(self._places[id(sticky)]) == _CLOSED:
             return idlest
         slack = max(_SLACK_FLOOR, int(_SLACK_SHARE * sticky.limit))
         return sticky if self.num_inflight(sticky) - self.num_inflight(idlest) <= slack else idlest
 
-    def _is_open(self, target: T) -> bool:
-        return self.num_inflight(target) < target.limit and target.ready
+    def _idlest(self) -> T | None:
+        """The one with the smallest share of its limit in use, the first of equals, of those that have room."""
+        if self._shares_are_old:
+            self._shares = _Tournament([self._share(place) for place in range(len(self._targets))])
+            self._shares_are_old = False
+        while True:
+            noted, place = self._shares.least
+            if noted == _CLOSED:
+                return None
+            # A target that changed for the worse may not have said so yet; one that is better off always has.
+            if self._share(place) == noted:
+                return self._targets[place]
+            self._note(place)
+
+    def _note(self, place: int) -> None:
+        if not self._shares_are_old:
+            self._shares.change(place, self._share(place))
+
+    def _share(self, place: int) -> float:
+        """How much of its limit is in use; ``_CLOSED`` if it takes nothing now."""
+        target, num_inflight = self._targets[place], self._inflight[place]
+        limit = target.limit
+        return num_inflight / limit if num_inflight < limit and target.ready else _CLOSED
