@@ -171,6 +171,10 @@ class BlockingSession(_Closing):
         """Put these token ids before the model's next turn."""
         self._call(_on_loop, partial(self._inner.add_tokens, token_ids))
 
+    def discard(self) -> None:
+        """Take back what was added since the model's last turn."""
+        self._call(_on_loop, self._inner.discard)
+
     def generate(self, sampling: Sampling | None = None) -> Turn:
         """Sample one turn of the model."""
         turn: Turn = self._call(self._inner.generate, sampling)

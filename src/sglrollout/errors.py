@@ -217,6 +217,14 @@ class ChannelError(RolloutError):
     """The channel to an engine host is broken, or the other end speaks another protocol."""
 
 
+def in_words(error: BaseException) -> str:
+    """Its type and what it says, if it can say it: of users' exceptions some cannot."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 def fresh(error: Exception) -> Exception:
     """A copy to raise. One instance that many callers raise would gather all their tracebacks."""
     if not isinstance(error, RolloutError):

@@ -70,10 +70,7 @@ class Tokenizer:
         if isinstance(match, int) and ids and ids[-1] == match:
             ids = ids[:-1]
         text = self.decode(ids, skip_special_tokens)
-        if not isinstance(match, str) or match not in text:
-            return text
-        # A session's whole holds the stop strings of its former turns, too.
-        return text[: text.find(match) if completion.loss_mask is None else text.rfind(match)]
+        return text.split(match, 1)[0] if isinstance(match, str) else text
 
 
 def is_unicode(text: str) -> bool:

@@ -15,18 +15,8 @@ from typing import Any
 import anyio
 from anyio.lowlevel import RunVar
 
-MOST_THREADS = 128
+MOST_TOOLS = 128
 _numbers = itertools.count()
-_slots: RunVar[anyio.CapacityLimiter] = RunVar("sglrollout_session_threads")
-
-
-def thread_slots() -> anyio.CapacityLimiter:
-    """How many blocking tools may run at once on this event loop."""
-    try:
-        return _slots.get()
-    except LookupError:
-        _slots.set(anyio.CapacityLimiter(MOST_THREADS))
-        return _slots.get()
 
 
 class Worker:
@@ -92,8 +82,14 @@ class StuckThreadsError(RuntimeError):
     """So many calls run on past their timeout that there is no end of it."""
 
 
+class CallTimeoutError(TimeoutError):
+    """A call did not end in time. What the call itself raises is never this."""
+
+
 class Workers:
-    """So many threads for short calls. A call that outlives its timeout keeps its thread, and is counted.
+    """So many threads for short calls, which end when there is nothing to call.
+
+    A call that outlives its timeout keeps its thread, and is counted.
 
     Args:
         most: threads that make calls at once.
@@ -103,42 +99,57 @@ class Workers:
         self._most = most
         self._slots = anyio.Semaphore(most)
         self._idle: list[Worker] = []
-        self._ended = False
-        self.num_stuck = 0
+        self._num_busy = self.num_stuck = 0
         """Calls that still run, past their timeout."""
 
     async def call(self, function: Callable[[], Any], timeout_s: float | None) -> Any:
         """What ``function`` gives, or raises; the wait for a thread is not counted.
 
         Raises:
-            TimeoutError: it takes longer; its thread is left to it.
+            CallTimeoutError: it takes longer; its thread is left to it.
             StuckThreadsError: too many calls did.
         """
         async with self._slots:
             if self.num_stuck >= 4 * self._most:
                 raise StuckThreadsError(f"{self.num_stuck} calls run on past their timeout")
             worker = self._idle.pop() if self._idle else Worker()
+            self._num_busy += 1
             made = left = False
 
             def back() -> None:
                 nonlocal made
                 made = True
+                self._num_busy -= not left
                 self.num_stuck -= left
-                worker.end() if self._ended or left else self._idle.append(worker)
+                worker.end() if left else self._idle.append(worker)
+                if not self._num_busy:
+                    self._end_idle()
 
             try:
-                with anyio.fail_after(timeout_s):
+                with anyio.move_on_after(timeout_s):
                     return await worker.call(function, back)
+                raise CallTimeoutError(f"it did not finish within {timeout_s:g} s")
             finally:
                 if not made:
                     left = True
+                    self._num_busy -= 1
                     self.num_stuck += 1
 
-    def end(self) -> None:
-        """End the threads, each once it has made the call it is at."""
-        self._ended = True
+    def _end_idle(self) -> None:
         while self._idle:
             self._idle.pop().end()
+
+
+_tool_workers: RunVar[Workers] = RunVar("sglrollout_tool_workers")
+
+
+def tool_workers() -> Workers:
+    """The threads of all blocking tools on this event loop."""
+    try:
+        return _tool_workers.get()
+    except LookupError:
+        _tool_workers.set(Workers(MOST_TOOLS))
+        return _tool_workers.get()
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import signal
 import subprocess
 import sys
@@ -16,7 +17,12 @@ from typing import Any
 import pytest
 
 import sglrollout as sr
+from sglrollout import blocking as blocking_module
+from sglrollout.collect.collector import Collector
 from sglrollout.engine.protocol import Request
+from sglrollout.generation.batch import GroupStream
+from sglrollout.generation.stream import Stream
+from sglrollout.session.stream import SessionStream
 from sglrollout.testing import ScriptedEngine
 from sglrollout.types import Prompt
 
@@ -435,3 +441,23 @@ def test_a_session_takes_turns_and_forks(rollout_of: Make) -> None:
             session.generate()
         with pytest.raises(AttributeError):
             _ = session.no_such_thing
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "blocking"),
+    [
+        (sr.AsyncRolloutEngine, sr.RolloutEngine),
+        (sr.Session, blocking_module.BlockingSession),
+        (SessionStream, blocking_module.BlockingSessionStream),
+        (Stream, blocking_module.BlockingStream),
+        (GroupStream, blocking_module.BlockingGroupStream),
+        (Collector, blocking_module.BlockingCollector),
+        (sr.WeightSyncer, blocking_module.BlockingWeightSyncer),
+    ],
+)
+def test_all_that_can_be_awaited_can_be_had_without_a_loop(asynchronous: type, blocking: type) -> None:
+    def methods(kind: type) -> set[str]:
+        return {name for name, value in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+
+    only_async = {"aclose": "close", "wait_out_sleep": "episodes are async functions"}
+    assert methods(asynchronous) - methods(blocking) <= set(only_async)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 import re
@@ -87,6 +88,16 @@ async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(5):
         while not condition():
             await asyncio.sleep(0)
+
+
+class Unspeakable:
+    """What no template can render."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words for it")
+
+
+UNSPEAKABLE = Unspeakable()
 
 
 def add(a: int, b: int) -> int:
@@ -544,6 +555,86 @@ async def test_a_turn_that_sleep_ends_may_be_asked_for_again_after_wake(start: A
         assert len((await s.generate()).completion.token_ids) == 400
 
 
+async def test_the_time_in_which_a_patient_session_waits_for_engines_does_not_count(start: Any) -> None:
+    scripted = engine(continuing, memory_saver=True)
+    async with start(scripted) as rollout, rollout.session(sampling=LONG, timeout_s=0.2) as s:
+        s.wait_out_sleep()
+        await rollout.sleep(["kv_cache"])
+        s.add("count")
+        turn = asyncio.ensure_future(s.generate())
+        await anyio.sleep(0.3)
+        await rollout.wake()
+        assert (await turn).finish_reason == "length"
+        scripted.hang = True
+        s.add("go on")
+        with pytest.raises(sr.RequestTimeoutError):
+            await s.generate()
+
+
+async def test_what_a_chat_template_refuses_can_be_taken_back(start: Any) -> None:
+    async with start(engine(continuing)) as rollout, rollout.session(sampling=sr.Sampling(max_new_tokens=4)) as s:
+        await s.run("count")
+        before = s.token_ids
+        s.add({"role": "user", "content": UNSPEAKABLE})
+        s.add("go on")
+        with pytest.raises(sr.ConfigError, match="discard"):
+            await s.generate()
+        s.discard()
+        assert [message["role"] for message in s.messages] == ["user", "assistant"]
+        s.add_tokens([5, 6])
+        s.discard()
+        s.add("go on")
+        await s.generate()
+        assert (s.num_turns, s.token_ids[: len(before)]) == (2, before)
+
+
+async def test_a_message_that_run_was_given_is_taken_back_if_the_model_never_answered_it(start: Any) -> None:
+    scripted = engine(continuing)
+    async with start(scripted) as rollout, rollout.session(sampling=sr.Sampling(max_new_tokens=4), timeout_s=0.3) as s:
+        s.add("first")
+        scripted.hang = True
+        for _ in range(2):
+            with pytest.raises(sr.RequestTimeoutError):
+                await s.run("second")
+        with anyio.move_on_after(0.01):
+            await s.run("second")
+        with pytest.raises(sr.ConfigError):
+            await s.run({"role": "user", "content": UNSPEAKABLE})
+        scripted.hang = False
+        await s.run("second")
+        assert [message["content"] for message in s.messages][:2] == ["first", "second"]
+        assert len(s.messages) == 3
+
+
+async def test_a_message_that_run_was_given_stays_once_the_model_has_answered_it(
+    start: Any, tokenizer: Tokenizer
+) -> None:
+    calls = engine(Said(tokenizer, called("add", a=1, b=2)), die_after=120)
+    async with start(calls) as rollout, rollout.session(tools=[add], tool_parser="hermes") as s:
+        with pytest.raises((sr.EngineDiedError, sr.NoEngineError)):
+            await s.run("add")
+        assert s.num_turns >= 1
+        assert s.messages[0]["content"] == "add"
+
+
+@pytest.mark.parametrize("stop", ["\n", "is"])
+async def test_a_stop_string_is_left_out_of_the_whole_only_where_it_ended_the_last_turn(
+    start: Any, tokenizer: Tokenizer, stop: str
+) -> None:
+    texts = [f"one{stop}", f"two{stop}{stop}{stop}"]
+    scripted = engine(Said(tokenizer, *texts))
+    async with start(scripted) as rollout, rollout.session() as s:
+        for text in texts:
+            s.add(f"say {text}")
+            turn = await s.generate()
+            ended = dataclasses.replace(turn.completion, stop_match=stop)
+            s._state.turns[-1] = dataclasses.replace(turn, completion=ended)
+        last = s.turns[-1].completion
+        assert last.text == "two"
+        assert s.completion.text.endswith(f"say {texts[1]}\nassistant\n{last.text}")
+        assert f"one{stop}" in s.completion.text
+
+
 async def test_tokens_that_are_not_those_that_were_served_are_never_sent(start: Any) -> None:
     scripted = engine(continuing)
     async with start(scripted) as rollout, rollout.session(sampling=sr.Sampling(max_new_tokens=4)) as s:
@@ -609,6 +700,42 @@ def check(s: sr.Session, before: tuple[int, ...]) -> None:
         starts = [span.start for span in whole.weight_versions]
         ends = [span.end for span in whole.weight_versions]
         assert (starts[0], ends[-1], starts[1:]) == (0, len(whole.token_ids), ends[:-1])
+
+
+async def test_a_turn_that_was_aborted_before_its_first_token_says_so_until_the_next(start: Any) -> None:
+    scripted = engine(continuing)
+    async with start(scripted) as rollout, rollout.session(sampling=sr.Sampling(max_new_tokens=4)) as s:
+        await s.run("count")
+        scripted.hang = True
+        s.add("go on")
+        turn = asyncio.ensure_future(s.generate())
+        await until(lambda: len(scripted.submitted) == 2)
+        scripted.submitted[1].end(Finish("abort", message="SGLang gave it up"))
+        assert (await turn).finish_reason == s.finish_reason == s.completion.finish_reason == "abort"
+        assert s.num_turns == 1
+        scripted.abort(scripted.submitted[1])
+        scripted.hang = False
+        assert (await s.generate()).finish_reason == s.finish_reason == "length"
+
+
+async def test_tools_are_not_run_and_an_environment_is_not_told_of_a_turn_that_was_aborted(start: Any) -> None:
+    def aborted(request: Any) -> str | None:
+        request.end(Finish("abort", message="SGLang gave it up"))
+        return "SGLang gave it up"
+
+    steps: list[str] = []
+
+    class Count:
+        def reset(self) -> str:
+            return "count"
+
+        def step(self, text: str) -> tuple[str, float, bool]:
+            steps.append(text)
+            return "go on", 1.0, len(steps) == 5
+
+    async with start(engine(continuing, fail_request=aborted)) as rollout, rollout.session() as s:
+        assert await s.play(Count()) == 0.0
+        assert (steps, s.finish_reason) == ([], "abort")
 
 
 async def test_an_abort_of_no_sync_is_handed_over(start: Any) -> None:
@@ -720,6 +847,33 @@ async def test_a_stream_that_is_left_leaves_the_session_as_it_was(start: Any, le
     async with start(scripted) as rollout, rollout.session() as s:
         s.add("count")
         await leave(s)
+        assert (s.num_turns, s.token_ids, s.finish_reason) == (0, (), None)
+        await s.generate(sr.Sampling(max_new_tokens=3))
+        assert s.num_turns == 1
+        await until(lambda: is_idle(rollout, scripted))
+
+
+@pytest.mark.parametrize("waits_for", ["tokens", "a slot"])
+async def test_a_stream_that_another_task_closes_ends_its_loop_and_leaves_the_session_as_it_was(
+    start: Any, waits_for: str
+) -> None:
+    scripted = engine(continuing, token_s=0.0005, max_running=1)
+    async with start(scripted, max_inflight=1) as rollout, rollout.session() as s:
+        s.add("count")
+        stream = s.stream(LONG.replace(max_new_tokens=30000), chunk_tokens=1)
+        async with anyio.create_task_group() as tasks:
+            other = rollout.stream([1, 2], LONG.replace(max_new_tokens=30000))
+            if waits_for == "a slot":
+                await anext(other)
+            chunks: list[sr.Chunk] = []
+
+            async def read() -> None:
+                chunks.extend([chunk async for chunk in stream])
+
+            tasks.start_soon(read)
+            await until(lambda: rollout.num_queued == 1 if waits_for == "a slot" else len(scripted.submitted) == 1)
+            await stream.aclose()
+            await other.aclose()
         assert (s.num_turns, s.token_ids, s.finish_reason) == (0, (), None)
         await s.generate(sr.Sampling(max_new_tokens=3))
         assert s.num_turns == 1

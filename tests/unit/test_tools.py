@@ -20,7 +20,7 @@ import sglrollout as sr
 from sglrollout.session import tools as tools_module
 from sglrollout.session.parsing import ToolParser, suggested
 from sglrollout.session.tools import Tool, ToolCall, ToolResult, run_tools, tools_of
-from sglrollout.threads import Worker, thread_slots
+from sglrollout.threads import StuckThreadsError, Worker, Workers, tool_workers
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -313,15 +313,52 @@ async def test_cancellation_is_not_swallowed() -> None:
 
 
 async def test_the_time_that_a_tool_waits_for_a_thread_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = anyio.CapacityLimiter(1)
-    monkeypatch.setattr(tools_module, "thread_slots", lambda: slots)
+    workers = Workers(1)
+    monkeypatch.setattr(tools_module, "tool_workers", lambda: workers)
 
     def sleep() -> None:
         time.sleep(0.1)
 
     found = await run_tools([call("sleep", i) for i in range(4)], tools_of([sleep]), 0.3)
     assert [r.error for r in found] == [None] * 4
-    assert thread_slots() is thread_slots()
+    assert tool_workers() is tool_workers()
+
+
+async def test_tools_that_hang_take_no_more_than_so_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers, release = Workers(1), threading.Event()
+    monkeypatch.setattr(tools_module, "tool_workers", lambda: workers)
+
+    def hang() -> None:
+        release.wait(20)
+
+    before = threading.active_count()
+    found = await run_tools([call("hang", i) for i in range(9)], tools_of([hang]), 0.01)
+    assert threading.active_count() - before == 4
+    assert [type(r.error) for r in found[4:]] == [StuckThreadsError] * 5
+    assert "run on past their timeout" in found[-1].content
+    release.set()
+    while threading.active_count() > before:
+        await anyio.sleep(0.01)
+    assert (await run_tools([call("hang")], tools_of([hang]), 5))[0].error is None
+    while threading.active_count() > before:
+        await anyio.sleep(0.01)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_an_exception_that_cannot_say_what_it_is_becomes_a_result_like_any_other(asynchronous: bool) -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("nothing to say")
+
+    def fail() -> None:
+        raise MuteError
+
+    async def fail_later() -> None:
+        raise MuteError
+
+    found = await result(fail_later if asynchronous else fail)
+    assert found.content == "error: MuteError"
+    assert isinstance(found.error, MuteError)
 
 
 def test_a_tool_that_hangs_does_not_keep_a_script_from_exiting() -> None:

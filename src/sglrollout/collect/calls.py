@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from sglrollout.collect.task import Task
-from sglrollout.errors import ConfigError, LifecycleError, RewardError
+from sglrollout.errors import ConfigError, LifecycleError, RewardError, in_words
 from sglrollout.threads import StuckThreadsError, Workers, is_async
 from sglrollout.types import Completion, Group
 
@@ -166,7 +166,7 @@ async def _guarded(function: UserFunction, *arguments: Any) -> Any:
     except (RewardError, _StuckError):
         raise
     except (Exception, SystemExit) as error:
-        raise RewardError(f"{function.label} raised {type(error).__name__}: {error}") from error
+        raise RewardError(f"{function.label} raised {in_words(error)}") from error
 
 
 def finite(value: Any, label: str) -> float:

@@ -122,7 +122,6 @@ class Producer:
             finally:
                 self.ended.set()
                 self._pool.watchers.remove(self._pool_changed)
-                self.options.workers.end()
                 self.abandon("this rollout is closed")
 
     def _pool_changed(self) -> None:

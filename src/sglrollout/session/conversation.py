@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 from sglrollout.errors import ConfigError, LifecycleError
@@ -14,7 +16,7 @@ from sglrollout.session.tools import ToolResult
 from sglrollout.session.trajectory import Trajectory
 from sglrollout.session.turn import Turn
 from sglrollout.text import check_token_ids, is_unicode
-from sglrollout.types import Completion, FinishReason, Message, Timings
+from sglrollout.types import Completion, Detokenizer, FinishReason, Message, Timings
 
 
 class Conversation:
@@ -25,7 +27,7 @@ class Conversation:
     Attributes:
         messages: all of them.
         turns: of the model.
-        used_up: the context, or the number of turns.
+        empty_end: how a turn ended that brought no token: ``length`` when the context or the turns are used up.
         error: that ended the last try of a turn.
     """
 
@@ -35,7 +37,7 @@ class Conversation:
         self.turns: list[Turn] = []
         self.tool_results: list[ToolResult] = []
         self.num_calls = 0
-        self.used_up = False
+        self.empty_end: FinishReason | None = None
         self.error: Exception | None = None
         self._num_settled = 0
         self._new_tokens: list[int] = []
@@ -66,6 +68,27 @@ class Conversation:
         """New token ids, for the next turn, after the messages that wait for it."""
         self._new_tokens += check_token_ids(token_ids, "token_ids")
 
+    def discard(self) -> None:
+        """Take back all that waits for the next turn."""
+        del self.messages[self._num_settled :]
+        self._new_tokens = []
+
+    @contextmanager
+    def said(self, given: object) -> Iterator[None]:
+        """New messages, taken back if what follows fails before the model has taken a turn.
+
+        Raises:
+            ConfigError: as by :meth:`add`.
+        """
+        num_messages, num_turns = len(self.messages), len(self.turns)
+        self.add(given)
+        try:
+            yield
+        except BaseException:
+            if len(self.turns) == num_turns:
+                del self.messages[num_messages:]
+            raise
+
     def new_ids(self, template: ChatTemplate | None, tools: Schemas) -> list[int]:
         """What comes between the tokens so far and the next turn, as token ids.
 
@@ -95,8 +118,8 @@ class Conversation:
     def take(self, turn: Turn, message: Message | None) -> None:
         """A turn has ended; ``message`` is what it is among the messages. One without tokens changes no token."""
         self.error = None
-        self.used_up = turn.finish_reason == "length" and not turn.completion.token_ids
-        if not turn.completion.token_ids:
+        self.empty_end = None if turn.completion.token_ids else turn.finish_reason
+        if self.empty_end is not None:
             return
         self._ended_s = time.monotonic()
         self.trajectory.take(turn.completion)
@@ -112,8 +135,8 @@ class Conversation:
         """How it stands: of the last turn, unless something ended the whole."""
         if self.error is not None:
             return "error"
-        if self.used_up:
-            return "length"
+        if self.empty_end is not None:
+            return self.empty_end
         return self.turns[-1].finish_reason if self.turns else None
 
     def completion(self) -> Completion:
@@ -144,7 +167,7 @@ class Conversation:
             cached_tokens=self.turns[0].completion.cached_tokens,
             engine=last.engine,
             timings=self._timings(),
-            _detokenize=last._detokenize,
+            _detokenize=None if last._detokenize is None else partial(_whole_text, last, last._detokenize),
         )
 
     def _timings(self) -> Timings:
@@ -152,6 +175,12 @@ class Conversation:
         each = [timings for turn in self.turns if (timings := turn.completion.timings) is not None]
         first = each[0].first_token_s if each else None
         return Timings(sum(timings.queue_s for timings in each), first, self._ended_s - self._begun_s)
+
+
+def _whole_text(last: Completion, detokenize: Detokenizer, whole: Completion) -> str:
+    """The text of all turns. A stop string that ended the last one may be in former ones, too, where it belongs."""
+    before = whole.token_ids[: len(whole.token_ids) - len(last.token_ids)]
+    return detokenize(dataclasses.replace(last, token_ids=before, logprobs=None, stop_match=None)) + last.text
 
 
 def as_messages(given: object, field: str = "message") -> list[Message]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -137,6 +138,17 @@ class Session:
         self._block.check()
         self._state.add_tokens(token_ids)
 
+    def discard(self) -> None:
+        """Take back what waits for the model's next turn: all that was added since its last one.
+
+        For messages that the chat template refuses, or that are not to be said after all.
+
+        Raises:
+            LifecycleError: it is generating, or its block was left.
+        """
+        self._block.check()
+        self._state.discard()
+
     # ------------------------------------------------------------ turns
 
     async def generate(self, sampling: Sampling | None = None) -> Turn:
@@ -149,7 +161,8 @@ class Session:
             sampling: default: the session's.
 
         Raises:
-            ConfigError: messages do not fit the chat template, or an option is wrong; nothing was started.
+            ConfigError: messages do not fit the chat template (:meth:`discard` takes them back), or an option is wrong;
+                nothing was started.
             EngineDiedError: more than three engines died under this turn.
             EngineRequestError, RequestTimeoutError, NoEngineError, QueueFullError, StaleWeightsError: as for any
                 sample. The session is as it was before, and the turn may be asked for again.
@@ -187,7 +200,7 @@ class Session:
         """Take turns with the tools until the model answers without a call, or there is no room or turn left.
 
         Args:
-            message: to say first, as by :meth:`add`.
+            message: to say first, as by :meth:`add`. It is taken back where this fails before the model took a turn.
 
         Returns:
             :attr:`completion`.
@@ -196,15 +209,15 @@ class Session:
             as :meth:`generate`.
         """
         with self._block.used():
-            if message is not None:
-                self._state.add(message)
-            await self._speaker.answer(self._state)
+            with nullcontext() if message is None else self._state.said(message):
+                await self._speaker.answer(self._state)
             return self.completion
 
     async def play(self, environment: Environment, task: object = None) -> float:
         """Play one episode: the environment's observations are user turns, the model's answers are its steps.
 
-        It ends when the environment is done, or there is no room or turn left. Tools are run in between, if there are.
+        It ends when the environment is done, there is no room or turn left, or a turn was aborted. Tools are run in
+        between, if there are.
 
         Args:
             environment: see :class:`Environment`.
@@ -229,7 +242,7 @@ class Session:
         while True:
             self._state.add(messages)
             turn = await self._speaker.answer(self._state)
-            if self._state.used_up or not turn.completion.token_ids:
+            if self._state.empty_end is not None or turn.finish_reason == "abort":
                 return total
             messages, reward, done = await play.step(turn.text)
             total += reward

@@ -158,14 +158,14 @@ class Speaker:
         return [result.message for result in results]
 
     async def answer(self, state: Conversation) -> Turn:
-        """Turns, and results of tools, until there is a turn without calls, or no turn left."""
+        """Turns, and results of tools, until there is a turn without calls, one that was aborted, or no turn left."""
         while True:
             turn = await self.generate(state, self.options.sampling)
-            if not turn.tool_calls:
+            if not turn.tool_calls or turn.finish_reason == "abort":
                 return turn
             state.add(await self.run_tools(state, turn))
             if self.turns_used_up(state):
-                state.used_up = True
+                state.empty_end = "length"
                 return turn
 
     def be_patient(self) -> None:

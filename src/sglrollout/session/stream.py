@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
+
+import anyio
 
 from sglrollout.errors import LifecycleError
 from sglrollout.session.block import Block
@@ -17,17 +20,37 @@ from sglrollout.types import Chunk, FinishReason
 class _Use:
     """What a stream has of its session. It never refers to the stream, so that a dropped one is noticed at once."""
 
+    run: TurnRun | None
+    step: anyio.CancelScope | None
+    """Of the task that waits for the next chunk."""
+
     def __init__(self, block: Block) -> None:
-        self.block, self.run, self.loop = block, None, asyncio.get_running_loop()
+        self.block, self.loop = block, asyncio.get_running_loop()
+        self.run = self.step = None
         block.take(self, self.leave)
 
-    run: TurnRun | None
-
     def leave(self, error: Exception | None = None) -> None:
-        """Abort the turn, and let the session be used again."""
+        """Abort the turn, and let the session be used again: at once, or when the task that waits has heard of it."""
         if self.run is not None:
             self.run.cancel("the stream was left", error)
-        self.block.give(self)
+        if self.step is not None:
+            self.step.cancel()
+        else:
+            self.block.give(self)
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """What runs in here is cancelled when it is left, and then there is no next chunk."""
+        scope = self.step = anyio.CancelScope()
+        try:
+            with scope:
+                yield
+        finally:
+            self.step = None
+            if scope.cancel_called:
+                self.block.give(self)
+        if scope.cancel_called:
+            raise StopAsyncIteration
 
     def drop(self) -> None:
         """The same, from any thread."""
@@ -96,13 +119,15 @@ class SessionStream:
         self._block.check(idle=False)
         if self._use is None:
             self._use = _Use(self._block)
-        with self._block.cancelled_at_end():
+        with self._block.cancelled_at_end(), self._use.one_step():
             if self._use.run is None:
                 self._use.run = await self._begin()
                 self._text = _stream_text(self._use.run)
             run = self._use.run
             while run.completion is None and run.num_tokens == run.num_taken:
                 await run.advance()
+            if self._over:  # it was left in the instant in which tokens came
+                raise StopAsyncIteration
             ids, logprobs, version = run.take(self._chunk_tokens)
             reason: FinishReason | None = None
             if run.completion is not None and run.num_taken == run.num_tokens:

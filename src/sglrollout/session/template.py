@@ -62,7 +62,9 @@ class ChatTemplate:
         try:
             text = self._render(messages, tools, opens=True)
         except Exception as error:
-            raise ConfigError("messages", messages, f"must fit the model's chat template ({error})") from error
+            raise ConfigError(
+                "messages", messages, f"must fit the model's chat template ({error}), or be taken back by discard()"
+            ) from error
         hidden = [name for tool in tools if (name := _name(tool)) not in text]
         if hidden:
             _warn_once(
@@ -106,7 +108,8 @@ class ChatTemplate:
                 reasons.append(str(error) or type(error).__name__)
         rule = (
             "must be messages with which the model's chat template can go on after what the model said, and with these "
-            f"it cannot ({'; '.join(dict.fromkeys(reasons))}): give token ids in place of them, through add_tokens"
+            f"it cannot ({'; '.join(dict.fromkeys(reasons))}): take them back by discard(), and give token ids in "
+            "place of them, through add_tokens"
         )
         raise ConfigError("messages", list(new), rule)
 

@@ -17,9 +17,10 @@ import anyio
 import pydantic
 import pydantic_core
 
-from sglrollout.errors import ConfigError
+from sglrollout.concurrency import in_parallel
+from sglrollout.errors import ConfigError, in_words
 from sglrollout.text import is_unicode
-from sglrollout.threads import Worker, is_async, outcome, thread_slots
+from sglrollout.threads import CallTimeoutError, StuckThreadsError, is_async, tool_workers
 from sglrollout.types import Message
 
 _log = logging.getLogger("sglrollout.session")
@@ -177,7 +178,8 @@ class ToolResult:
         call: the call.
         content: what the model is told.
         error: why it failed, if it did: what the tool raised, ``ValueError`` for arguments that do not fit,
-            ``LookupError`` for a tool that does not exist, ``TimeoutError``.
+            ``LookupError`` for a tool that does not exist, ``TimeoutError``, ``RuntimeError`` where hundreds of
+            blocking tools run on past their timeout.
         seconds: that it ran.
     """
 
@@ -203,9 +205,7 @@ async def run_tools(calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeou
     async def run(i: int, call: ToolCall) -> None:
         results[i] = await _run(call, tools, timeout_s)
 
-    async with anyio.create_task_group() as tasks:
-        for i, call in enumerate(calls):
-            tasks.start_soon(run, i, call)
+    await in_parallel(partial(run, i, call) for i, call in enumerate(calls))
     return [results[i] for i in range(len(calls))]
 
 
@@ -217,33 +217,43 @@ async def _run(call: ToolCall, tools: Mapping[str, Tool], timeout_s: float) -> T
         return _failed(call, ValueError(f"the arguments are not a JSON object: {call.raw}"))
     try:
         function = partial(tool.call, **tool.checked(call.arguments))
-    except Exception as error:
+    except ValueError as error:
         return _failed(call, error)
-    if is_async(tool.call):
-        return await _timed(call, function, True, timeout_s)
-    async with thread_slots():
-        return await _timed(call, function, False, timeout_s)
+    except Exception as error:  # of a validator of the tool's own
+        return _failed(call, error, words=in_words(error))
+    return await _timed(call, function, is_async(tool.call), timeout_s)
 
 
 async def _timed(call: ToolCall, function: Callable[[], Any], asynchronous: bool, timeout_s: float) -> ToolResult:
-    begun, worker = time.monotonic(), Worker()
+    begun = time.monotonic()
+
+    def on_thread() -> Any:
+        nonlocal begun
+        begun = time.monotonic()
+        return function()
+
     try:
-        with anyio.move_on_after(timeout_s):
-            content = _as_text(await outcome(function, asynchronous, worker))
-            return ToolResult(call, content, None, time.monotonic() - begun)
-        failure: Exception = TimeoutError(f"it did not finish within {timeout_s:g} s")
+        value = function() if asynchronous else await tool_workers().call(on_thread, timeout_s)
+        if inspect.isawaitable(value):
+            with anyio.move_on_after(timeout_s) as scope:
+                value = await value
+            if scope.cancelled_caught:
+                raise CallTimeoutError(f"it did not finish within {timeout_s:g} s")
+        return ToolResult(call, _as_text(value), None, time.monotonic() - begun)
+    except CallTimeoutError as error:
+        return _failed(call, TimeoutError(str(error)), time.monotonic() - begun)
+    except StuckThreadsError as error:
+        return _failed(call, error, time.monotonic() - begun)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        failure = RuntimeError("it awaited something that was cancelled")  # nobody cancelled this call
+        failure: Exception = RuntimeError("it awaited something that was cancelled")  # nobody cancelled this call
+        return _failed(call, failure, time.monotonic() - begun)
     except (Exception, SystemExit) as error:  # code that a model wrote may well call exit()
-        _log.debug("the tool %s failed", call.name, exc_info=error)
+        _log.debug("the tool %s failed with %s", call.name, type(error).__name__)
         failure = error if isinstance(error, Exception) else RuntimeError(f"it called exit({error.code!r})")
-        return _failed(call, failure, time.monotonic() - begun, f"{type(failure).__name__}: {failure}")
-    finally:
-        worker.end()
-    return _failed(call, failure, time.monotonic() - begun)
+        return _failed(call, failure, time.monotonic() - begun, in_words(failure))
 
 
 def _failed(call: ToolCall, error: Exception, seconds: float = 0.0, words: str | None = None) -> ToolResult:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 from sglrollout.errors import RolloutError
@@ -26,6 +27,15 @@ class Trajectory:
         self.logprobs: list[float] | None = []
         self.spans: list[VersionSpan] = []
         self._served: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, turns: Iterable[Completion]) -> Self:
+        """Put together again from turns whose prompts are without what came before them: see :meth:`without_past`."""
+        whole = cls()
+        for turn in turns:
+            whole._append(turn.prompt_ids, turn)
+        whole._served = tuple(whole.token_ids)
+        return whole
 
     def copy(self) -> Self:
         """Another one that goes on from here."""
@@ -55,13 +65,17 @@ class Trajectory:
         Raises:
             RolloutError: its prompt does not begin with the tokens so far. It would be a bug of this library.
         """
-        begin, start = len(self.token_ids), len(turn.prompt_ids)
-        _assert_prefix(tuple(self.token_ids), turn.prompt_ids)
+        _assert_prefix(self.token_ids, turn.prompt_ids)
         self._served = turn.prompt_ids + turn.token_ids
-        self.token_ids += self._served[begin:]
-        self.loss_mask += [0] * (start - begin) + [1] * len(turn.token_ids)
+        self._append(turn.prompt_ids[len(self.token_ids) :], turn)
+
+    def _append(self, new_ids: Sequence[int], turn: Completion) -> None:
+        start = len(self.token_ids) + len(new_ids)
+        self.token_ids += new_ids
+        self.token_ids += turn.token_ids
+        self.loss_mask += [0] * len(new_ids) + [1] * len(turn.token_ids)
         if self.logprobs is not None and turn.logprobs is not None:
-            self.logprobs += [0.0] * (start - begin)
+            self.logprobs += [0.0] * len(new_ids)
             self.logprobs += turn.logprobs
         else:
             self.logprobs = None
@@ -80,6 +94,11 @@ class Trajectory:
                 start = found.pop().start
             found.append(VersionSpan(span.version, start, end - offset))
         return tuple(found)
+
+
+def without_past(turn: Completion, num_past_tokens: int) -> Completion:
+    """A turn whose prompt is what came after so many tokens: the whole prompt would repeat all turns before it."""
+    return dataclasses.replace(turn, prompt_ids=turn.prompt_ids[num_past_tokens:])
 
 
 def _assert_prefix(former: Sequence[int], whole: tuple[int, ...]) -> None:

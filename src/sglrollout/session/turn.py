@@ -52,7 +52,7 @@ class TurnRun:
     Args:
         key: of the engine that holds the turn's prefix.
         chunk_tokens: tokens that arrive at a time; so many may be lost when an engine dies.
-        timeout_s: for the whole.
+        timeout_s: for the whole, without the time in which it waits for engines that are asleep or stale.
         patient: wait while engines are asleep or stale, and go on after that, rather than raise.
     """
 
@@ -112,12 +112,18 @@ class TurnRun:
     async def _start(self) -> Sample:
         while True:
             if self._patient:
-                await self.sampler.pool.until_open()
+                await self._wait_until_open()
             try:
                 return await self._try_to_start()
             except (LifecycleError, StaleWeightsError):
                 if not self._patient or self.sampler.pool.dispatcher.closed:
                     raise
+
+    async def _wait_until_open(self) -> None:
+        begun_s = time.monotonic()
+        await self.sampler.pool.until_open()
+        if self._deadline is not None:
+            self._deadline += time.monotonic() - begun_s
 
     async def _try_to_start(self) -> Sample:
         left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -130,6 +136,8 @@ class TurnRun:
             on_end=self._note_end,
             prior=self._prior,
         )
+        if self._left:
+            self._sample.cancel("the turn was left")
         return self._sample
 
     def _note_end(self, sample: Sample) -> None:
