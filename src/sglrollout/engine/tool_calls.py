@@ -7,7 +7,8 @@ import threading
 from typing import Any
 
 _log = logging.getLogger("sglrollout.engine")
-_one_at_a_time = threading.Lock()
+
+PARSE_S = 10.0
 
 
 def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str, tokenizer: Any) -> dict[str, Any]:
@@ -23,6 +24,9 @@ def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str, tokeni
         ``content``, the text without calls, and ``calls``: each call's name, known or not, and its arguments as JSON
         text. A text without a call that the parser understands is all content. Only ``known``, the names of all
         parsers, when there is no such parser; only ``refused`` when it does not suit this model, with why.
+
+    Raises:
+        TimeoutError: the parser takes longer than ``PARSE_S``.
     """
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.environ import envs
@@ -34,15 +38,29 @@ def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str, tokeni
         found = FunctionCallParser([Tool(**tool) for tool in tools], parser, tokenizer=tokenizer)
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    calls: list[Any] = []
-    content = text
-    # SGLang drops calls of tools that do not exist unless this is set, and the model would never hear of it. It lives
-    # in os.environ: with isolation="thread" in that of the user.
-    with _one_at_a_time, envs.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
-        try:
-            content, calls = found.parse_non_stream(text)
-        except Exception as error:  # of what a model may write, no parser has seen all
-            _log.debug("SGLang's parser %s failed with %s", parser, type(error).__name__)
+    # SGLang drops calls of tools that do not exist unless it is told not to, and the model would never hear of it. Its
+    # override() would be in os.environ, which all threads share: with isolation="thread" with the user's.
+    envs.SGLANG_FORWARD_UNKNOWN_TOOLS.default = True
+    content, calls = _parsed(found, parser, text)
     if not calls:
         return {"content": text, "calls": []}
     return {"content": content, "calls": [[call.name or "", call.parameters] for call in calls]}
+
+
+def _parsed(found: Any, parser: str, text: str) -> tuple[str, list[Any]]:
+    """What a parser finds. One that hangs keeps a thread of its own: the host has few, and ends once they are done."""
+    answer: list[tuple[str, list[Any]]] = []
+
+    def parse() -> None:
+        try:
+            answer.append(found.parse_non_stream(text))
+        except Exception as error:  # of what a model may write, no parser has seen all
+            _log.debug("SGLang's parser %s failed with %s", parser, type(error).__name__)
+            answer.append((text, []))
+
+    thread = threading.Thread(target=parse, name=f"parser-{parser}", daemon=True)
+    thread.start()
+    thread.join(PARSE_S)
+    if not answer:
+        raise TimeoutError(f"SGLang's parser {parser} did not end within {PARSE_S:g} s")
+    return answer[0]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
-from sglrollout.errors import ConfigError, EngineDiedError, NoEngineError
+from sglrollout.errors import ConfigError, EngineDiedError, EngineRequestError, NoEngineError
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.session.tools import ToolCall
+from sglrollout.threads import CallTimeoutError, tool_workers
 
 UserParser: TypeAlias = Callable[[str], tuple[str, Sequence[tuple[str, Any]]]]
 """``(text) -> (content, calls)``: the text without its calls, and each call's name and arguments.
@@ -19,6 +21,13 @@ The text has special tokens in it, and ends before the token that ended it. Argu
 """
 
 PARSE_S = 10.0
+_MOST_HOSTS = 2
+"""So many are waited for: a text that the parser of one hangs on may well be too much for all of them."""
+
+_TOO_DEEP = "it is nested too deeply"
+MOST_DEPTH = 100
+"""Levels of JSON within which whatever walks it (encoders, templates, validators) does not run out of stack."""
+
 _MARKS = (
     ("<function=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
@@ -66,17 +75,19 @@ class ToolParser:
             first: the number of the first call.
 
         Raises:
-            ConfigError: the user's function gave something else.
+            ConfigError: the user's function gave something else, or nothing in time.
+            EngineRequestError: hosts did not answer in time.
             NoEngineError: every engine is dead.
         """
         if isinstance(self._parser, str):
             content, found = await self._by_sglang(text, self._parser, engine)
         else:
-            content, found = _checked(self._parser(text))
+            content, found = await _by_user(text, self._parser)
         calls = [_call(first + i, name, given) for i, (name, given) in enumerate(found)]
         return (content, calls) if calls else (None, [])
 
     async def _by_sglang(self, text: str, parser: str, engine: str) -> tuple[str, list[tuple[str, Any]]]:
+        failures = list[EngineRequestError]()
         for member in _from(engine, self._pool.members):
             try:
                 answer = await member.engine.command(
@@ -84,12 +95,27 @@ class ToolParser:
                 )
             except EngineDiedError:
                 continue
+            except EngineRequestError as error:
+                failures.append(error)
+                if len(failures) == _MOST_HOSTS:
+                    break
+                continue
             if known := answer.get("known"):
                 raise ConfigError("tool_parser", parser, _rule(parser, known))
             if refused := answer.get("refused"):
                 raise ConfigError("tool_parser", parser, f"must be a parser for this model and these tools ({refused})")
             return answer["content"], [(name, arguments) for name, arguments in answer["calls"]]
+        if failures:
+            raise failures[-1]
         raise NoEngineError("every engine of the pool is dead, and tool calls are parsed in their hosts")
+
+
+async def _by_user(text: str, parser: UserParser) -> tuple[str, list[tuple[str, Any]]]:
+    """What a function of the user's finds, on a thread: a slow one would hold up all that the event loop does."""
+    try:
+        return _checked(await tool_workers().call(partial(parser, text), PARSE_S))
+    except CallTimeoutError:
+        raise ConfigError("tool_parser", parser, f"must answer within {PARSE_S:g} s") from None
 
 
 def suggested(template: str) -> str:
@@ -129,15 +155,52 @@ def _is_call(call: Any) -> bool:
 
 
 def _call(number: int, name: str, given: str | dict[str, Any]) -> ToolCall:
-    raw = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, default=str)
-    arguments: Any = given
+    call_id = f"call{number:05d}"
+    if isinstance(given, str):
+        return ToolCall(call_id, name, _arguments(given), given)
+    if not is_shallow(given):
+        return ToolCall(call_id, name, None)
+    return ToolCall(call_id, name, given, json.dumps(given, ensure_ascii=False, default=str))
+
+
+def _arguments(text: str) -> dict[str, Any] | None:
+    arguments: Any = text
     for _ in range(2):  # models do give JSON in a JSON text
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = json_of(arguments)
             except ValueError:
                 break
-    return ToolCall(f"call{number:05d}", name, arguments if isinstance(arguments, dict) else None, raw)
+    return arguments if isinstance(arguments, dict) else None
+
+
+def json_of(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, or nested too deeply.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    if not is_shallow(value):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether JSON has at most :data:`MOST_DEPTH` levels."""
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer) if isinstance(inner, (list, dict))]
+        if not level:
+            return True
+    return False
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _rule(parser: str, known: Sequence[str]) -> str:
