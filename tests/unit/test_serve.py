@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import sglrollout as sr
 from sglrollout.serve import body
+from sglrollout.session.parsing import MOST_DEPTH
 from sglrollout.testing import ScriptedEngine
 from tests.serving import ASK, ENDLESS, MODEL, Serving, client_of, error_of, events_of, serving, until
 
@@ -180,12 +181,47 @@ async def test_another_model_is_not_found(served: Serving) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'"a"', b"\xff", b'{"model": NaN}', b'{"user": "\\ud800"}', b"[" * 100_000, b'{"a":' * 5000],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"a"',
+        b"\xff",
+        b'{"model": NaN}',
+        b'{"user": 1e999}',
+        b'{"user": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a":' * 5000,
+    ],
 )
 async def test_a_body_that_is_no_json_object_is_refused(served: Serving, content: bytes) -> None:
     response = await served.client.post(CHATS, content=content)
     assert response.status_code == 400
     assert error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("place", ["messages", "tools", "metadata", "chat_template_kwargs"])
+async def test_a_body_that_is_nested_too_deeply_is_refused(served: Serving, place: str) -> None:
+    for depth in (MOST_DEPTH, 500, 900):  # with the body itself one too many; what the stack may hold; barely not
+        deep = "[" * depth + "]" * depth
+        content = json.dumps({**ASK, place: "DEEP"}).replace('"DEEP"', deep)
+        response = await served.client.post(CHATS, content=content)
+        assert (response.status_code, error_of(response)["type"]) == (400, "invalid_request_error")
+        assert "nested too deeply" in response.text
+    deep = "[" * (MOST_DEPTH - 1) + "]" * (MOST_DEPTH - 1)
+    content = json.dumps({**ASK, "metadata": "DEEP", "max_tokens": 1}).replace('"DEEP"', deep)
+    assert (await served.client.post(CHATS, content=content)).status_code == 200
+
+
+async def test_a_stack_that_overflows_elsewhere_is_a_failure_of_the_endpoint(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr("sglrollout.serve.chats.keys_of", fail)
+    response = await served.client.post(CHATS, json=ASK)
+    assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
 
 
 async def test_a_body_that_is_too_large_is_refused(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +252,34 @@ async def test_paths_and_methods_that_are_not_there(served: Serving, method: str
     response = await served.client.request(method, path)
     assert response.status_code == (404 if path == "/nonsense" else 405)
     assert path in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("host", [b"[", b"a b", b"\xff", b"a/b", b"x:y", b"[::1", b"[x]:80", b"a@b", b"a#b?c"])
+async def test_a_host_that_is_none_is_refused(served: Serving, host: bytes) -> None:
+    for path in ("/models", "/models/", "/nonsense", "/chat/completions/", "/conversations/x"):
+        headers = [(b"host", host), (b"authorization", f"Bearer {served.endpoint.api_key}".encode())]
+        async with httpx.AsyncClient(trust_env=False) as client:
+            response = await client.get(served.endpoint.url + path, headers=headers)
+        assert response.status_code == 400
+        assert "Host" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("host", [b"", b"localhost", b"127.0.0.1:80", b"[::1]:8000", b"a_b.example.org."])
+async def test_a_host_of_any_name_is_served(served: Serving, host: bytes) -> None:
+    assert (await served.client.get("/models", headers=[(b"host", host)])).status_code == 200
+    response = await served.client.get("/chat/completions/", headers=[(b"host", host)])
+    assert (response.status_code, response.is_redirect) == (404, False)
+
+
+@pytest.mark.parametrize("name", [b"content-type", b"x-session-id", b"accept", b"cookie", b"x-forwarded-for"])
+async def test_headers_of_any_bytes_are_taken(served: Serving, name: bytes) -> None:
+    headers = [(name, b"\xff\xfe\xc3(")]
+    response = await served.client.post(CHATS, json={**ASK, "max_tokens": 1}, headers=headers)
+    assert response.status_code == 200
+    for path in ("/nonsense", "/models/%ff%fe", "/conversations/%ed%a0%80"):
+        response = await served.client.get(path, headers=headers)
+        assert response.status_code == 404
+        error_of(response)
 
 
 JSON = st.recursive(
@@ -308,6 +372,23 @@ async def test_a_failure_that_nobody_foresaw_says_nothing_of_what_was_asked(
     assert secret not in response.text
     assert "KeyError" in caplog.text
     assert secret not in caplog.text
+
+
+async def test_an_answer_that_cannot_be_encoded_is_a_failure_in_openais_shape(tiny_model: Path) -> None:
+    async with serving(tiny_model, lambda *given: ([70, 71, 2], [-1.0, float("nan"), -1.0])) as s:
+        for path, asked in ((CHATS, {**ASK, "logprobs": True}), (COMPLETIONS, {"prompt": "a", "logprobs": 0})):
+            for stream in (False, True):
+                response = await s.client.post(path, json={"model": MODEL, "stream": stream, **asked})
+                problem = error_of(response) if response.status_code == 500 else _last_error(response.text)
+                assert problem["code"] == "internal_error"
+        answer = await s.chat([{"role": "user", "content": "hi"}])
+        response = await s.client.get(f"/conversations/{answer['id']}")
+        assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
+
+
+def _last_error(stream: str) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(stream.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+    return error
 
 
 async def test_nothing_is_logged_of_prompts_or_keys(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:

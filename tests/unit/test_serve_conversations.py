@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,14 @@ import anyio
 import pytest
 
 import sglrollout as sr
-from sglrollout.serve.conversations import Conversations, Node
+from sglrollout.serve.conversations import Conversations, Exchange, Node
 from sglrollout.serve.messages import keys_of, plain_messages, tools_given
+from sglrollout.session.conversation import Conversation
+from sglrollout.session.trajectory import Trajectory
+from sglrollout.session.turn import Turn
 from sglrollout.testing import ScriptedEngine
 from sglrollout.text import Tokenizer
-from tests.serving import MODEL, Said, calling, client_of, error_of, events_of, serving
+from tests.serving import MODEL, Said, calling, client_of, error_of, events_of, serving, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -123,6 +128,22 @@ async def test_what_was_not_said_begins_anew(tiny_model: Path, tokenizer: Tokeni
         second = await s.chat(messages, **{name: value for name, value in change.items() if name != "messages"})
         assert second["session_id"] == second["id"] != first["id"]
         assert len(s.endpoint.completions()) == 2
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"temperature": -1}, {"messages": []}], ids=str)
+async def test_a_response_that_failed_to_be_gone_on_from_is_as_if_it_had_not_been(
+    tiny_model: Path, tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    async with serving(tiny_model, Said(tokenizer, "Yes.")) as s:
+        firsts = [await s.chat([user("one")]) for _ in range(2)]
+        trunk = [user("one"), said(firsts[0])]
+        assert (await s.chat([*trunk, user("two")]))["session_id"] == firsts[0]["id"]
+        s.engine.fail_request = lambda request: "no"
+        body = {"model": MODEL, "messages": [*trunk, user("x")], **fields}
+        for _ in range(3):
+            await s.client.post("/chat/completions", json=body)
+        s.engine.fail_request = None
+        assert (await s.chat([*trunk, user("three")]))["session_id"] == firsts[1]["id"]
 
 
 async def test_branches_leave_each_other_alone(tiny_model: Path) -> None:
@@ -272,6 +293,46 @@ async def test_a_call_without_words_has_no_content(tiny_model: Path, tokenizer: 
             assert second["session_id"] == first["id"], arguments
             response = await s.client.get(f"/conversations/{second['id']}")
             assert response.json()["messages"][1]["tool_calls"][0]["function"]["name"] == "add"
+
+
+@pytest.mark.parametrize("depth", [101, 900, 100_000])
+async def test_arguments_that_are_nested_too_deeply_stay_the_text_that_they_are(
+    tiny_model: Path, tokenizer: Tokenizer, depth: int
+) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+
+    def parse(text: str) -> tuple[str, list[tuple[str, Any]]]:
+        return "", [("add", deep)]
+
+    async with serving(tiny_model, Said(tokenizer, "@", "ok"), tool_parser=parse) as s:
+        first = await s.chat([user("one")], tools=[TOOL])
+        (call,) = said(first)["tool_calls"]
+        assert call["function"]["arguments"] == deep
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+        second = await s.chat([user("one"), said(first), result], tools=[TOOL])
+        assert second["session_id"] == first["id"]
+        anew = await s.chat([user("two"), said(first), result], tools=[TOOL])
+        assert anew["session_id"] == anew["id"]
+
+
+async def test_a_tool_parser_that_is_slow_holds_nobody_up(tiny_model: Path, tokenizer: Tokenizer) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    def parse(text: str) -> tuple[str, list[tuple[str, Any]]]:
+        begun.set()
+        assert go_on.wait(20)
+        return calling(text)
+
+    async with serving(tiny_model, Said(tokenizer, "@add {}"), tool_parser=parse) as s:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(lambda: s.chat([user("one")], tools=[TOOL]))
+                await until(begun.is_set)
+                assert (await s.chat([user("one")]))["choices"]
+                go_on.set()
+        finally:
+            go_on.set()
+        assert len(s.endpoint.completions()) == 2
 
 
 async def test_tool_choice_none_gives_the_text_as_it_is(tiny_model: Path, tokenizer: Tokenizer) -> None:
@@ -480,6 +541,77 @@ async def test_many_agents_at_once(tiny_model: Path) -> None:
         assert s.idle
 
 
+async def test_a_conversation_takes_memory_for_each_token_once_however_many_turns(tiny_model: Path) -> None:
+    async with serving(tiny_model, random_logprobs, engine={"context_length": 100_000}) as s:
+        messages: Messages = [user("one")]
+        num_elements, num_tokens = [], 0
+        for i in range(1, 101):
+            answer = await s.chat(messages)
+            messages += [said(answer), user("and?")]
+            if i in (50, 100):
+                num_elements.append(_num_elements(s.endpoint._conversations))
+                num_tokens = len(all_ids(s.endpoint.completion(answer["id"])))
+        assert num_elements[1] < 2.2 * num_elements[0]
+        assert num_elements[1] < 3 * num_tokens
+
+
+async def test_every_response_of_a_conversation_remains_as_it_was(tiny_model: Path) -> None:
+    async with serving(tiny_model, random_logprobs) as s:
+        messages: Messages = [user("0")]
+        wholes, trunks = {}, []
+        for i in range(1, 6):
+            s.engine.weight_version = i
+            answer = await s.chat(messages)
+            wholes[answer["id"]] = s.endpoint.completion(answer["id"])
+            trunks.append([*messages, said(answer), user("another way")])
+            messages += [said(answer), user(str(i))]
+        for i, trunk in enumerate(trunks, 1):
+            branch = s.endpoint.completion((await s.chat(trunk))["id"])
+            former = list(wholes.values())[i - 1]
+            assert all_ids(branch)[: len(all_ids(former))] == all_ids(former)
+            assert (branch.logprobs or ())[: len(former.token_ids)] == former.logprobs
+            assert [span.version for span in former.weight_versions] == [*range(1, i + 1)]
+        assert {response_id: s.endpoint.completion(response_id) for response_id in wholes} == wholes
+
+
+async def test_the_messages_of_a_conversation_are_those_that_were_sent_both_ways(
+    tiny_model: Path, tokenizer: Tokenizer
+) -> None:
+    script = Said(tokenizer, '@add {"b":1,  "a": 2}', "@add [", "Well. @add {}", " Yes. ")
+    async with serving(tiny_model, script, tool_parser=calling) as s:
+        parts = [{"type": "text", "text": "1 "}, {"type": "text", "text": "+ 2?"}]
+        messages: Messages = [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": parts, "name": "Ann"},
+        ]
+        expected = [*messages]
+        for choice in ("auto", "auto", "none", "auto"):
+            answer = await s.chat(messages, tools=[TOOL], tool_choice=choice)
+            message = said(answer)
+            expected.append(message)
+            had = (await s.client.get(f"/conversations/{answer['id']}")).json()
+            assert had["messages"] == expected
+            assert answer["session_id"] == had["session_id"]
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in message.get("tool_calls", ())
+            ]
+            new = results or [user("and?")]
+            trimmed = {**message, "content": (message["content"] or "").strip(), "refusal": None, "annotations": []}
+            messages, expected = [*messages, trimmed, *new], [*expected, *new]
+
+
+def _num_elements(kept: Conversations) -> int:
+    """Elements of all lists and tuples in what is kept of conversations, each list and tuple once."""
+    found, queue = dict[int, Any](), [*kept._nodes.values()]
+    inside = (Node, Exchange, Turn, sr.Completion, sr.Session, Conversation, Trajectory, list, tuple, dict)
+    while queue:
+        value = queue.pop()
+        if isinstance(value, inside) and id(value) not in found:
+            found[id(value)] = value
+            queue += gc.get_referents(value)
+    return sum(len(value) for value in found.values() if isinstance(value, (list, tuple)))
+
+
 def _is_empty(kept: Conversations) -> bool:
     return not (kept._nodes or kept._by_key or kept._by_session)
 
@@ -488,7 +620,7 @@ def test_a_long_conversation_can_be_forgotten() -> None:
     kept = Conversations(5)
     node: Node | None = None
     for i in range(5000):
-        node = Node(str(i), "0", None, str(i).encode(), node)  # type: ignore[arg-type]
+        node = Node(str(i), "0", None, None, str(i).encode(), node)  # type: ignore[arg-type]
         kept.add(node)
     assert node is not None
     assert [leaf.id for leaf in kept.leaves()] == ["4999"]

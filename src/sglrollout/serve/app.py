@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ Handler: TypeAlias = Callable[[Mapping[str, Any], Emit], Awaitable[Mapping[str, 
 """Takes a request's body; returns its answer, or sends it by events."""
 
 SESSION_HEADER = "x-session-id"
+_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[\w.~!$&'()*+,;=%-]*)(:\d*)?")
 
 
 class Gate:
@@ -64,11 +66,13 @@ class _Reply:
 
     async def whole(self, body: Mapping[str, Any], status: int = 200) -> None:
         """All of it, at once."""
+        response = json_response(body, status)
         self._begun = True
-        await json_response(body, status)({"type": "http"}, _never, self._send)
+        await response({"type": "http"}, _never, self._send)
 
     async def event(self, data: Mapping[str, Any]) -> None:
         """One event. The first one commits to a stream."""
+        event = b"data: " + replies.encoded(data) + b"\n\n"
         async with self._lock:
             if not self._begun:
                 self._begun = self._streams = True
@@ -77,7 +81,7 @@ class _Reply:
                     headers[SESSION_HEADER] = session_id
                 raw = [(name.encode(), value.encode()) for name, value in headers.items()]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
-            await self._body(b"data: " + replies.encoded(data) + b"\n\n")
+            await self._body(event)
 
     async def end(self) -> None:
         """The end of a stream."""
@@ -128,7 +132,7 @@ class _Post:
         """Answer, unless the client leaves first; whether it has left."""
         try:
             body = await read_object(request)
-        except (ProblemError, RecursionError) as error:
+        except ProblemError as error:
             await reply.fail(error)
             return False
         gone = False
@@ -149,9 +153,9 @@ class _Post:
     async def _answer(self, body: Mapping[str, Any], reply: _Reply) -> None:
         try:
             answer = await self._handler(body, reply.event)
+            await (reply.end() if answer is None else reply.whole(answer))
         except Exception as error:
-            return await reply.fail(error)
-        await (reply.end() if answer is None else reply.whole(answer))
+            await reply.fail(error)
 
 
 def _closed() -> ProblemError:
@@ -165,11 +169,14 @@ class _Locked:
         self._app, self._key = app, api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == "/health" or self._has_key(scope):
+        if not all(_HOST.fullmatch(value) for name, value in scope["headers"] if name == b"host"):
+            problem = ProblemError(400, "the Host header names no host")
+        elif scope["path"] == "/health" or self._has_key(scope):
             return await self._app(scope, receive, send)
-        problem = ProblemError(
-            401, "the API key is missing or wrong: send it as a Bearer token", code="invalid_api_key"
-        )
+        else:
+            problem = ProblemError(
+                401, "the API key is missing or wrong: send it as a Bearer token", code="invalid_api_key"
+            )
         await json_response(problem.body, problem.status)(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
@@ -201,7 +208,11 @@ def build_app(service: Service, gate: Gate, api_key: str) -> Starlette:
             node = service.conversations.get(request.path_params["id"])
         except ConfigError as error:
             return _no(str(error), "conversation_not_found")
-        return json_response(replies.conversation(node))
+        try:
+            return json_response(replies.conversation(node))
+        except Exception as error:
+            problem = problem_of(error)
+            return json_response(problem.body, problem.status)
 
     routes = [
         Route("/health", health),
@@ -212,7 +223,9 @@ def build_app(service: Service, gate: Gate, api_key: str) -> Starlette:
         Route("/v1/completions", _Post(partial(complete, service), gate), methods=["POST"]),
     ]
     handlers = {HTTPException: _http_problem}
-    return Starlette(routes=routes, middleware=[Middleware(_Locked, api_key=api_key)], exception_handlers=handlers)
+    app = Starlette(routes=routes, middleware=[Middleware(_Locked, api_key=api_key)], exception_handlers=handlers)
+    app.router.redirect_slashes = False  # to an address that is made of the client's own Host header
+    return app
 
 
 def _no(message: str, code: str) -> Response:
@@ -222,9 +235,7 @@ def _no(message: str, code: str) -> Response:
 async def _http_problem(request: Request, error: Exception) -> Response:
     """No such path, or not with this method."""
     assert isinstance(error, HTTPException)
-    response = json_response(
-        ProblemError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").body
-    )
-    response.status_code = error.status_code
+    problem = ProblemError(error.status_code, f"{request.method} {request.scope['path']}: {error.detail}")
+    response = json_response(problem.body, problem.status)
     response.headers.update(error.headers or {})
     return response

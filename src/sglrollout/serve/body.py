@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, NoReturn
 
 import anyio
 from starlette.requests import Request
 
 from sglrollout.serve.problems import ProblemError
+from sglrollout.session.parsing import MOST_DEPTH, is_shallow
 from sglrollout.text import is_unicode
 
 MOST_BYTES = 32 * 2**20
@@ -47,9 +49,13 @@ def _too_large() -> ProblemError:
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(body.decode(), parse_constant=_no_constant)
+        value = json.loads(body.decode(), parse_constant=_no_constant, parse_float=_finite)
     except ValueError as error:
         raise ProblemError(400, f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if not is_shallow(value):
+        raise _too_deep()
     if not isinstance(value, dict):
         raise ProblemError(400, "the body must be a JSON object")
     if b"\\u" in body and not is_unicode(json.dumps(value, ensure_ascii=False)):
@@ -57,5 +63,16 @@ def _parsed(body: bytes) -> dict[str, Any]:
     return value
 
 
+def _too_deep() -> ProblemError:
+    return ProblemError(400, f"the body is nested too deeply: {MOST_DEPTH} levels are allowed")
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(f"{number:.40} is too large a number")
+    return value

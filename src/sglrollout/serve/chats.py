@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglrollout.errors import ConfigError
+from sglrollout.serve.conversations import Node
 from sglrollout.serve.fields import ChatFields, fields_of, grammar_of, sampling_of
 from sglrollout.serve.messages import keys_of, plain_messages, said, tools_given
-from sglrollout.serve.replies import chat_finish, chat_logprobs, chat_message, usage_of
-from sglrollout.serve.service import Answer, Choice, Emit, Service
+from sglrollout.serve.replies import chat_finish, chat_logprobs, chat_message
+from sglrollout.serve.service import Answer, Choice, Emit, Run, Service
 from sglrollout.session.session import Session
+from sglrollout.session.tools import Tool
 from sglrollout.session.turn import Turn
 from sglrollout.text import Tokenizer
 from sglrollout.types import Chunk, Message
@@ -30,84 +32,79 @@ async def chat(service: Service, body: Mapping[str, Any], emit: Emit) -> dict[st
     sampler = await service.sampler()
     if sampler.tokenizer is None:
         raise ConfigError("messages", fields.messages, "need a tokenizer, and skip_tokenizer_init is set")
-    run = _Chat(service, fields, sampler.tokenizer, emit if fields.stream else None)
-    run.answer.choose(run.sessions(), sampling_of(options, sampler.info.context_length))
-    return await run.play()
+    sampling = sampling_of(options, sampler.info.context_length)
+    told = _Told(fields, plain_messages(fields.messages), tools_given(fields.tools))
+    with service.conversations.going_on(told.keys()) as found:
+        run = _Chat(service, told, sampler.tokenizer, emit if fields.stream else None, found)
+        run.answer.choose(run.sessions(), sampling)
+        return await run.play()
 
 
-class _Chat:
-    """One request."""
+class _Told(NamedTuple):
+    """What a request says, and that as chat templates take it."""
 
-    def __init__(self, service: Service, fields: ChatFields, tokenizer: Tokenizer, emit: Emit | None) -> None:
-        self._service, self._fields, self._tokenizer, self._emit = service, fields, tokenizer, emit
-        self._messages, self._tools = plain_messages(fields.messages), tools_given(fields.tools)
-        self._keys = keys_of(self._messages, self._tools, fields.chat_template_kwargs)
-        self._calls = bool(self._tools) and fields.tool_choice == "auto"
-        self._begun: set[int] = set()
-        found = service.conversations.match(self._keys)
+    fields: ChatFields
+    messages: list[Message]
+    tools: list[Tool]
+
+    def keys(self, *more: Message) -> list[bytes]:
+        """Of the messages, and of more after them."""
+        return keys_of([*self.messages, *more], self.tools, self.fields.chat_template_kwargs)
+
+
+class _Chat(Run):
+    """Args:
+    found: the response that is gone on from, and how many messages were said up to it.
+    """
+
+    def __init__(
+        self, service: Service, told: _Told, tokenizer: Tokenizer, emit: Emit | None, found: tuple[Node, int] | None
+    ) -> None:
         parent, self._num_said = found if found is not None else (None, 0)
-        self._goes_on = parent is not None
         kind = "chat.completion" if emit is None else "chat.completion.chunk"
-        self.answer = Answer(service, "chatcmpl", kind, parent)
+        super().__init__(told.fields, Answer(service, "chatcmpl", kind, parent), emit)
+        self._service, self._told, self._tokenizer = service, told, tokenizer
+        self._goes_on = parent is not None
+        self._calls = bool(told.tools) and told.fields.tool_choice == "auto"
+        self._streamed = emit is not None and not self._calls
+        self._begun: set[int] = set()
 
     def sessions(self) -> list[Session]:
         """One for each choice, with all that was said before it and all that is new."""
-        if self.answer.parent is not None:
-            base, new = self.answer.parent.session.fork(), self._messages[self._num_said :]
-        else:
-            base, new = self._service.session(self._tools, self._fields.chat_template_kwargs), self._messages
-        base.add(new)
-        return [base.fork() for _ in range(self._fields.n)]
+        fields, tools, parent = self._told.fields, self._told.tools, self.answer.parent
+        base = self._service.session(tools, fields.chat_template_kwargs) if parent is None else parent.session()
+        base.add(self._told.messages[self._num_said :])
+        return [base.fork() for _ in range(fields.n)]
 
-    async def play(self) -> dict[str, Any] | None:
-        """Sample all choices."""
-        await self.answer.each(self._take)
-        usage = usage_of(self.answer.turns)
-        if self._emit is None:
-            for choice in self.answer.choices:
-                self._keep(choice)
-            return self.answer.shaped([self._whole(choice) for choice in self.answer.choices], usage=usage)
-        if self._fields.with_usage:
-            await self._emit(self.answer.shaped([], usage=usage))
-        return None
-
-    async def _take(self, choice: Choice) -> None:
-        """Sample one choice, and let it be gone on from before the client knows that it has ended."""
-        on_chunk = None if self._emit is None or self._calls else self._on_chunk
+    async def _sample(self, choice: Choice) -> Turn:
+        on_chunk = self._on_chunk if self._streamed else None
         tried = choice.session
         try:
-            turn = await choice.sample(on_chunk)
+            return await choice.sample(on_chunk)
         except ConfigError as error:
             if not self._goes_on or error.field != "messages":
                 raise
             if choice.session is tried:
                 self._start_over()
-            turn = await choice.sample(on_chunk)
-        if self._emit is not None:
-            self._keep(choice)
-            await self._finish(choice, turn, on_chunk is not None)
+            return await choice.sample(on_chunk)
 
     def _start_over(self) -> None:
         """The template cannot go on from what the model said with these messages: they become a conversation anew."""
         _log.warning(
             "the model's chat template cannot go on with messages of roles %s after what the model said: "
             "they begin a new session, whose tokens are not those of the session before",
-            [message["role"] for message in self._messages[self._num_said :]],
+            [message["role"] for message in self._told.messages[self._num_said :]],
         )
         self.answer.parent, self._num_said = None, 0
         for choice, session in zip(self.answer.choices, self.sessions(), strict=True):
             choice.session = session
 
-    def _keep(self, choice: Choice) -> None:
-        turn = choice.turn
-        assert turn is not None
-        message: Message = said(turn.content, turn.tool_calls) if self._calls else said(turn.text, ())
-        keys = keys_of([*self._messages, message], self._tools, self._fields.chat_template_kwargs)
-        self.answer.keep(choice, keys[-1])
+    def _keep(self, choice: Choice, turn: Turn) -> None:
+        message = said(turn.content, turn.tool_calls) if self._calls else said(turn.text, ())
+        new = [*self._told.fields.messages[self._num_said :], chat_message(turn, self._calls)]
+        self.answer.keep(choice, self._told.keys(message)[-1], new)
 
-    def _whole(self, choice: Choice) -> dict[str, Any]:
-        turn = choice.turn
-        assert turn is not None
+    def _whole(self, choice: Choice, turn: Turn) -> dict[str, Any]:
         ids, logprobs = turn.completion.token_ids, turn.completion.logprobs
         return {
             "index": choice.index,
@@ -117,7 +114,7 @@ class _Chat:
         }
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> dict[str, Any] | None:
-        return chat_logprobs(self._tokenizer, ids, logprobs) if self._fields.logprobs else None
+        return chat_logprobs(self._tokenizer, ids, logprobs) if self._told.fields.logprobs else None
 
     # ------------------------------------------------------------ streams
 
@@ -134,8 +131,8 @@ class _Chat:
             self._begun.add(choice.index)
             await self._delta(choice, {"role": "assistant", "content": "", "refusal": None})
 
-    async def _finish(self, choice: Choice, turn: Turn, streamed: bool) -> None:
-        if not streamed:
+    async def _finish(self, choice: Choice, turn: Turn) -> None:
+        if not self._streamed:
             await self._begin(choice)
             message, completion = chat_message(turn, self._calls), turn.completion
             calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
@@ -146,7 +143,4 @@ class _Chat:
     async def _delta(
         self, choice: Choice, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None
     ) -> None:
-        assert self._emit is not None
-        event = {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage = {"usage": None} if self._fields.with_usage else {}
-        await self._emit(self.answer.shaped([event], **usage))
+        await self._event(index=choice.index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)

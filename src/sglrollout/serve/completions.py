@@ -7,9 +7,10 @@ from typing import Any
 
 from sglrollout.generation.sampler import Sampler
 from sglrollout.serve.fields import COMPLETION_TOKENS, CompletionFields, fields_of, sampling_of
-from sglrollout.serve.replies import completion_logprobs, usage_of
-from sglrollout.serve.service import Answer, Choice, Emit, Service
+from sglrollout.serve.replies import completion_logprobs
+from sglrollout.serve.service import Answer, Choice, Emit, Run, Service
 from sglrollout.session.session import Session
+from sglrollout.session.turn import Turn
 from sglrollout.types import Chunk
 
 
@@ -26,13 +27,11 @@ async def complete(service: Service, body: Mapping[str, Any], emit: Emit) -> dic
     return await run.play()
 
 
-class _Completion:
-    """One request."""
-
+class _Completion(Run):
     def __init__(self, service: Service, fields: CompletionFields, sampler: Sampler, emit: Emit | None) -> None:
-        self._service, self._fields, self._sampler, self._emit = service, fields, sampler, emit
+        super().__init__(fields, Answer(service, "cmpl", "text_completion"), emit)
+        self._service, self._fields, self._sampler = service, fields, sampler
         self._offsets: dict[int, int] = {}
-        self.answer = Answer(service, "cmpl", "text_completion")
 
     def sessions(self) -> list[Session]:
         """One for each choice: those of the first prompt, those of the second, and so on."""
@@ -44,32 +43,20 @@ class _Completion:
             sessions += [base.fork() for _ in range(self._fields.n)]
         return sessions
 
-    async def play(self) -> dict[str, Any] | None:
-        """Sample all choices."""
-        await self.answer.each(self._take)
-        usage = usage_of(self.answer.turns)
-        if self._emit is None:
-            for choice in self.answer.choices:
-                self.answer.keep(choice)
-            return self.answer.shaped([self._whole(choice) for choice in self.answer.choices], usage=usage)
-        if self._fields.with_usage:
-            await self._emit(self.answer.shaped([], usage=usage))
-        return None
+    async def _sample(self, choice: Choice) -> Turn:
+        return await choice.sample(None if self._emit is None else self._on_chunk)
 
-    async def _take(self, choice: Choice) -> None:
-        turn = await choice.sample(None if self._emit is None else self._on_chunk)
-        if self._emit is not None:
-            self.answer.keep(choice)
-            await self._part(choice, "", None, turn.finish_reason)
+    def _keep(self, choice: Choice, turn: Turn) -> None:
+        self.answer.keep(choice)
 
-    def _whole(self, choice: Choice) -> dict[str, Any]:
-        turn = choice.turn
-        assert turn is not None
+    def _whole(self, choice: Choice, turn: Turn) -> dict[str, Any]:
         completion = turn.completion
         text = completion.text if self._sampler.tokenizer is not None else ""
         logprobs = self._logprobs(completion.token_ids, completion.logprobs, 0)
-        reason = turn.finish_reason
-        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": turn.finish_reason}
+
+    async def _finish(self, choice: Choice, turn: Turn) -> None:
+        await self._event(index=choice.index, text="", logprobs=None, finish_reason=turn.finish_reason)
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float] | None, offset: int) -> dict[str, Any] | None:
         if self._fields.logprobs is None:
@@ -81,10 +68,4 @@ class _Completion:
         self._offsets[choice.index] = offset + len(chunk.text)
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, offset)
         if chunk.text or (chunk.token_ids and logprobs):
-            await self._part(choice, chunk.text, logprobs, None)
-
-    async def _part(self, choice: Choice, text: str, logprobs: Any, finish_reason: str | None) -> None:
-        assert self._emit is not None
-        event = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage = {"usage": None} if self._fields.with_usage else {}
-        await self._emit(self.answer.shaped([event], **usage))
+            await self._event(index=choice.index, text=chunk.text, logprobs=logprobs, finish_reason=None)

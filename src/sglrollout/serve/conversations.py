@@ -1,41 +1,111 @@
-"""What was said through the endpoint: a tree of sessions for each conversation, the longest unused forgotten first."""
+"""What was said through the endpoint: a tree of responses for each conversation, the longest unused forgotten first."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sglrollout.errors import ConfigError
 from sglrollout.session.session import Session
+from sglrollout.session.trajectory import Trajectory, without_past
+from sglrollout.session.turn import Turn
+from sglrollout.types import Message
 
 K = TypeVar("K", str, bytes)
 _EVICTED_IDS = 100_000
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What one response added to its conversation.
+
+    Attributes:
+        turn: without the tokens of what came before.
+        told: messages that became tokens, as the chat template has them; the last one is the model's.
+        messages: the same as the client sent them, and the model's as the client got it.
+    """
+
+    turn: Turn
+    told: Sequence[Message]
+    messages: Sequence[Mapping[str, Any]]
+
+
 @dataclass(eq=False, slots=True)
 class Node:
-    """A conversation up to one response. Its session is never generated with again: what goes on from it is a fork.
+    """A conversation up to one response. It keeps what is new in that: the rest is in those that it went on from.
 
     Attributes:
         id: of the response; with several choices, and a number.
         session_id: of the conversation: the id of its first response.
-        session: as it was when the response had been sampled.
+        exchange: what is new.
+        bare: the session after this response, without messages, turns and tokens.
         key: of the messages up to and including the response; ``None`` if no chat goes on from it.
         parent: the response that it went on from.
         children: responses that went on from it.
-        num_matches: requests that went on from it, or still do.
+        num_under_way: requests that are about to go on from it.
     """
 
     id: str
     session_id: str
-    session: Session = field(repr=False)
+    exchange: Exchange = field(repr=False)
+    bare: Session = field(repr=False)
     key: bytes | None = None
     parent: Node | None = field(default=None, repr=False)
     children: dict[str, Node] = field(default_factory=dict, repr=False)
-    num_matches: int = 0
+    num_under_way: int = 0
+
+    @property
+    def line(self) -> list[Node]:
+        """From the first response of the conversation to this one."""
+        line = [self]
+        while line[-1].parent is not None:
+            line.append(line[-1].parent)
+        return line[::-1]
+
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """All of them, as the client sent and got them."""
+        return [message for node in self.line for message in node.exchange.messages]
+
+    def session(self) -> Session:
+        """The session as it was after this response: another one each time, to read or to go on with."""
+        exchanges = [node.exchange for node in self.line]
+        session = self.bare.fork()
+        state = session._state
+        state.messages = [message for each in exchanges for message in each.told]
+        state.turns = [each.turn for each in exchanges]
+        state.trajectory = Trajectory.of(turn.completion for turn in state.turns)
+        return session
+
+
+def node_of(
+    response_id: str,
+    session_id: str,
+    session: Session,
+    parent: Node | None,
+    key: bytes | None = None,
+    messages: Sequence[Mapping[str, Any]] = (),
+) -> Node:
+    """A node for the latest response of a session, which went on from ``parent``."""
+    former = [] if parent is None else [node.exchange for node in parent.line]
+    num_messages = sum(len(each.told) for each in former)
+    num_tokens = sum(len(c.prompt_ids) + len(c.token_ids) for c in (each.turn.completion for each in former))
+    turn = session.turns[-1]
+    turn = dataclasses.replace(turn, completion=without_past(turn.completion, num_tokens))
+    exchange = Exchange(turn, session.messages[num_messages:], messages)
+    return Node(response_id, session_id, exchange, _bare(session), key, parent)
+
+
+def _bare(session: Session) -> Session:
+    bare = session.fork()
+    bare._state.messages, bare._state.turns, bare._state.trajectory = [], [], Trajectory()
+    bare._state.begin(())  # its latest prompt, too, would be a copy of all that came before
+    return bare
 
 
 class Conversations:
@@ -92,21 +162,32 @@ class Conversations:
             return f"is of a conversation that was evicted: no more than {self._most} are kept (max_conversations)"
         return "is of no response that is kept: it was never given out, or was forgotten"
 
-    def match(self, keys: Sequence[bytes]) -> tuple[Node, int] | None:
+    @contextmanager
+    def going_on(self, keys: Sequence[bytes]) -> Iterator[tuple[Node, int] | None]:
         """The node that the most of these messages were said in, and how many.
 
         All of them is too many, for something must be left to be answered, unless the model was cut short by its budget
-        and is to go on. Of several nodes that say the same, one is taken that the fewest requests went on from, the
-        oldest first: so agents that happen to hear the same keep a conversation each.
+        and is to go on. Of several nodes that say the same, one is taken that the fewest responses went on from or are
+        about to, the oldest first: so agents that happen to hear the same keep a conversation each. What is asked in
+        the block counts as about to, and if it fails, not at all.
         """
+        found = self._match(keys)
+        try:
+            yield found
+        finally:
+            if found is not None:
+                with self._lock:
+                    found[0].num_under_way -= 1
+
+    def _match(self, keys: Sequence[bytes]) -> tuple[Node, int] | None:
         with self._lock:
             for count in range(len(keys), 0, -1):
                 found = [*self._by_key.get(keys[count - 1], {}).values()]
                 if count == len(keys):
-                    found = [node for node in found if node.session.finish_reason == "length"]
+                    found = [node for node in found if node.exchange.turn.finish_reason == "length"]
                 if found:
-                    node = min(found, key=lambda node: node.num_matches)
-                    node.num_matches += 1
+                    node = min(found, key=lambda node: len(node.children) + node.num_under_way)
+                    node.num_under_way += 1
                     self._by_session.move_to_end(node.session_id)
                     return node, count
         return None

@@ -131,11 +131,11 @@ class OpenAIEndpoint:
         Raises:
             ConfigError: there is no such response, or no longer.
         """
-        return self._conversations.get(response_id).session.completion
+        return self._conversations.get(response_id).session().completion
 
     def completions(self) -> dict[str, Completion]:
         """All conversations, each up to its latest response, by the id of that; a branch is one of its own."""
-        return {node.id: node.session.completion for node in self._conversations.leaves()}
+        return {node.id: node.session().completion for node in self._conversations.leaves()}
 
     def forget(self, response_id: str) -> None:
         """Let go of this response, of what goes on from it, and of what came before it and led to nothing else.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from sglrollout.errors import ConfigError
+from sglrollout.session.parsing import json_of
 from sglrollout.session.tools import Tool, ToolCall
 from sglrollout.text import is_unicode
 from sglrollout.types import Message
@@ -72,7 +73,7 @@ def _calls(given: Any, field: str) -> list[dict[str, object]]:
 
 def _arguments(text: str) -> object:
     try:
-        arguments = json.loads(text)
+        arguments = json_of(text)
     except ValueError:
         return text
     fit = isinstance(arguments, dict) and is_unicode(json.dumps(arguments, ensure_ascii=False))

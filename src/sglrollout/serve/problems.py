@@ -54,8 +54,6 @@ def problem_of(error: Exception) -> ProblemError:
         case ConfigError():
             field = _as_sent(error.field)
             return ProblemError(400, str(ConfigError(field, error.value, error.rule)), param=field)
-        case RecursionError():
-            return ProblemError(400, "the body is nested too deeply")
         case RequestTimeoutError():
             return ProblemError(504, str(error), code="timeout")
         case QueueFullError():

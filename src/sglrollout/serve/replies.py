@@ -91,7 +91,7 @@ def completion_logprobs(
 
 def conversation(node: Node) -> dict[str, Any]:
     """A conversation up to one response, token by token."""
-    session = node.session
+    session = node.session()
     logprobs = session.logprobs
     return {
         "id": node.id,
@@ -105,20 +105,5 @@ def conversation(node: Node) -> dict[str, Any]:
         "num_prompt_tokens": len(session.completion.prompt_ids),
         "num_turns": session.num_turns,
         "finish_reason": session.finish_reason,
-        "messages": [_as_client_has_it(message) for message in session.messages],
-    }
-
-
-def _as_client_has_it(message: dict[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
-        return message
-    calls = [_with_text(call, call["function"]) for call in message["tool_calls"]]
-    return {**message, "tool_calls": calls}
-
-
-def _with_text(call: dict[str, Any], function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    return {
-        **call,
-        "function": {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)},
+        "messages": node.messages,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,8 +13,10 @@ from typing import Any, TypeAlias
 from sglrollout.concurrency import in_parallel
 from sglrollout.config import Sampling
 from sglrollout.generation.sampler import Sampler
-from sglrollout.serve.conversations import Conversations, Node
+from sglrollout.serve.conversations import Conversations, Node, node_of
+from sglrollout.serve.fields import Fields
 from sglrollout.serve.problems import ProblemError
+from sglrollout.serve.replies import usage_of
 from sglrollout.session.parsing import UserParser
 from sglrollout.session.session import Session
 from sglrollout.session.tools import Tool
@@ -116,9 +119,9 @@ class Answer:
         """Make all choices at once. The first that fails ends the others."""
         await in_parallel(partial(make, choice) for choice in self.choices)
 
-    def keep(self, choice: Choice, key: bytes | None = None) -> None:
+    def keep(self, choice: Choice, key: bytes | None = None, messages: Sequence[Mapping[str, Any]] = ()) -> None:
         """Let a sampled choice be asked for, and be gone on from."""
-        node = Node(choice.id, self.session_id, choice.session, key, self.parent)
+        node = node_of(choice.id, self.session_id, choice.session, self.parent, key, messages)
         self.service.conversations.add(node)
 
     @property
@@ -135,6 +138,57 @@ class Answer:
         """An answer, or an event of one."""
         head = {"id": self.id, "object": self._object, "created": self._created, "model": self.service.model}
         return {**head, "session_id": self.session_id, "choices": choices, **more}
+
+
+class Run(ABC):
+    """One request while it is answered.
+
+    Args:
+        emit: for a stream.
+    """
+
+    def __init__(self, fields: Fields, answer: Answer, emit: Emit | None) -> None:
+        self.answer, self._emit, self._with_usage = answer, emit, fields.with_usage
+
+    async def play(self) -> dict[str, Any] | None:
+        """Sample all choices: the answer, if it is not streamed."""
+        await self.answer.each(self._take)
+        usage = usage_of(self.answer.turns)
+        if self._emit is None:
+            pairs = [*zip(self.answer.choices, self.answer.turns, strict=True)]
+            whole = self.answer.shaped([self._whole(choice, turn) for choice, turn in pairs], usage=usage)
+            for choice, turn in pairs:
+                self._keep(choice, turn)
+            return whole
+        if self._with_usage:
+            await self._emit(self.answer.shaped([], usage=usage))
+        return None
+
+    async def _take(self, choice: Choice) -> None:
+        """Sample one choice, and let it be gone on from before the client knows that it has ended."""
+        turn = await self._sample(choice)
+        if self._emit is not None:
+            self._keep(choice, turn)
+            await self._finish(choice, turn)
+
+    async def _event(self, **choice: Any) -> None:
+        assert self._emit is not None
+        usage = {"usage": None} if self._with_usage else {}
+        await self._emit(self.answer.shaped([choice], **usage))
+
+    @abstractmethod
+    async def _sample(self, choice: Choice) -> Turn: ...
+
+    @abstractmethod
+    def _keep(self, choice: Choice, turn: Turn) -> None: ...
+
+    @abstractmethod
+    def _whole(self, choice: Choice, turn: Turn) -> dict[str, Any]:
+        """A choice of an answer that is not streamed."""
+
+    @abstractmethod
+    async def _finish(self, choice: Choice, turn: Turn) -> None:
+        """The last events of a choice."""
 
 
 def _seeded(sampling: Sampling, index: int) -> Sampling:

@@ -30,7 +30,7 @@ class Trajectory:
 
     @classmethod
     def of(cls, turns: Iterable[Completion]) -> Self:
-        """Put together again from turns whose prompts are without what came before them: see :meth:`without_past`."""
+        """Put together again from turns whose prompts are without what came before them: see :func:`without_past`."""
         whole = cls()
         for turn in turns:
             whole._append(turn.prompt_ids, turn)
