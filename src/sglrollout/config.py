@@ -220,6 +220,12 @@ class RolloutConfig(Options, frozen=True):
     control_timeout_s: float = Field(
         default=60.0, gt=0, description="Seconds for an engine to carry out a command, such as a flush."
     )
+    failover: Literal["resume", "restart", "none"] = Field(
+        default="resume",
+        description="What becomes of a sample whose engine dies: another engine goes on from the tokens it has (where "
+        "a grammar, a penalty or a stop string does not allow that it begins anew), begins anew, or it fails.",
+    )
+    max_failovers: int = Field(default=3, ge=0, description="Engines that one sample may lose before it fails.")
     close_timeout_s: float = Field(
         default=10.0, gt=0, description="Seconds for an engine to end by itself before it is killed."
     )

@@ -26,6 +26,7 @@ from sglrollout.engine.launch import build_engines
 from sglrollout.engine.protocol import Engine
 from sglrollout.errors import ConfigError, LifecycleError, NoEngineError, RolloutError, fresh
 from sglrollout.generation.batch import BatchOptions, GroupStream, OnError, Ready
+from sglrollout.generation.sample import Failover
 from sglrollout.generation.sampler import Sampler
 from sglrollout.generation.stream import Stream
 from sglrollout.observe import progress as _progress
@@ -190,7 +191,7 @@ class AsyncRolloutEngine:
             tokenizer = await self._bring_up(pool, tasks)
             info = pool.members[0].engine.info
             assert info is not None
-            self._ready = Ready(Sampler(pool, tokenizer, info), tasks)
+            self._ready = Ready(Sampler(pool, tokenizer, info, tasks, _failover(self.config)), tasks)
             self._settled.set()
             await anyio.sleep_forever()
         finally:
@@ -283,7 +284,8 @@ class AsyncRolloutEngine:
 
         Raises:
             ConfigError: a prompt or option is wrong; nothing was started.
-            EngineRequestError, EngineDiedError, RequestTimeoutError: of a sample, with ``on_error="raise"``.
+            EngineRequestError, EngineDiedError, RequestTimeoutError: of a sample, with ``on_error="raise"``. One whose
+                engine dies goes on in another (``failover``), and fails only when it lost too many, or the last.
             NoEngineError, QueueFullError, LifecycleError: of the pool, whatever ``on_error`` is.
         """
         if isinstance(prompts, str):
@@ -378,7 +380,8 @@ class AsyncRolloutEngine:
             drop_last: leave out a last batch that is not full.
             padding: of the batch's tensors; the model's pad token, on the right, by default.
             seed: of the samples' seeds, with ``RolloutConfig(deterministic=True)``.
-            timeout_s: per sample, its wait for a slot included; anew when it is resumed. Default: the config's.
+            timeout_s: per sample, its wait for a slot included, without the time in which engines sleep; anew when it
+                was taken back. Default: the config's.
             reward_timeout_s: for one call of a reward or a filter. A plain function that takes longer keeps its thread.
             reward_workers: threads for rewards and filters that are plain functions.
             progress: show a live view while a batch is waited for. Default: the config's.
@@ -655,3 +658,7 @@ def config_of(
         rule = "holds every option, so none may be given beside it: use config.replace(...)"
         raise ConfigError("config", sorted(given), rule)
     return config
+
+
+def _failover(config: RolloutConfig) -> Failover:
+    return Failover(config.failover != "none", config.failover == "resume", config.max_failovers)

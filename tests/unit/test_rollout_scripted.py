@@ -435,7 +435,7 @@ async def test_a_streams_failure_is_raised_from_its_loop_and_frees_the_slot() ->
 
 async def test_tokens_that_came_before_a_death_are_streamed_before_its_error() -> None:
     engine = ScriptedEngine(script=counting, die_after=10)
-    async with rollout_of(engine, ScriptedEngine("engine-1")) as rollout:
+    async with rollout_of(engine, ScriptedEngine("engine-1"), failover="none") as rollout:
         stream = rollout.stream(PROMPT, LONG, chunk_tokens=1)
         chunks = [await anext(stream) for _ in range(10)]
         with pytest.raises(sr.EngineDiedError, match="engine-0"):
@@ -448,7 +448,7 @@ async def test_tokens_that_came_before_a_death_are_streamed_before_its_error() -
 
 async def test_when_one_engine_dies_its_samples_are_data_and_the_others_finish() -> None:
     engines = [ScriptedEngine("engine-0", die_after=50), ScriptedEngine("engine-1")]
-    async with rollout_of(*engines, max_inflight=4) as rollout:
+    async with rollout_of(*engines, max_inflight=4, failover="none") as rollout:
         groups = await rollout.generate([[i] for i in range(40)], sampling=SHORT, on_error="return")
         completions = [group.completions[0] for group in groups]
         failed = [completion for completion in completions if completion.finish_reason == "error"]
@@ -498,7 +498,7 @@ async def test_a_sample_that_ends_while_it_is_still_being_handed_over_is_in_its_
 
 async def test_an_engine_that_dies_while_a_sample_is_handed_over_fails_that_sample_alone() -> None:
     engines = [Crowded("engine-0", die_after=2), ScriptedEngine("engine-1")]
-    async with rollout_of(*engines) as rollout:
+    async with rollout_of(*engines, failover="none") as rollout:
         groups = await rollout.generate([[0], [1]], sampling=SHORT, on_error="return")
         reasons = [[completion.finish_reason for completion in group.completions] for group in groups]
         assert reasons == [["error"], ["length"]]

@@ -18,7 +18,6 @@ import anyio
 import pytest
 
 import sglrollout as sr
-from sglrollout.session.turn import MOST_DEATHS
 from sglrollout.testing import ScriptedEngine
 from sglrollout.text import Tokenizer
 from sglrollout.wire.messages import Finish
@@ -468,12 +467,12 @@ async def test_a_turn_that_cannot_be_resumed_begins_anew_when_its_engine_dies(st
 
 
 async def test_a_turn_whose_engines_all_die_fails_and_the_session_is_as_before(start: Any) -> None:
-    engines = [engine(continuing, f"engine-{i}", die_after=40) for i in range(MOST_DEATHS + 2)]
-    async with start(*engines) as rollout, rollout.session(sampling=LONG) as s:
+    engines = [engine(continuing, f"engine-{i}", die_after=40) for i in range(4)]
+    async with start(*engines, max_failovers=2) as rollout, rollout.session(sampling=LONG) as s:
         s.add("count")
         with pytest.raises(sr.EngineDiedError):
             await s.generate()
-        assert sum(not e.alive for e in engines) == MOST_DEATHS + 1
+        assert sum(not e.alive for e in engines) == 3
         assert (s.finish_reason, s.token_ids, s.num_turns) == ("error", (), 0)
         assert isinstance(s.completion.error, sr.EngineDiedError)
         assert len(s.completion.prompt_ids) > 0
@@ -485,6 +484,8 @@ async def test_a_turn_whose_engines_all_die_fails_and_the_session_is_as_before(s
 async def test_a_pool_without_engines_is_an_error(start: Any) -> None:
     async with start(engine(continuing, die_after=40)) as rollout, rollout.session(sampling=LONG) as s:
         s.add("count")
+        with pytest.raises(sr.EngineDiedError):
+            await s.generate()
         with pytest.raises(sr.NoEngineError):
             await s.generate()
         assert s.finish_reason == "error"

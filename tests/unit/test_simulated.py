@@ -537,7 +537,7 @@ async def test_a_stream_of_a_simulated_engine_comes_in_chunks() -> None:
 @virtual
 async def test_the_samples_of_a_dead_engine_fail_and_the_others_go_on() -> None:
     engines = [simulated(name=f"engine-{i}", max_running=4) for i in range(4)]
-    async with sr.AsyncRolloutEngine(config=CONFIG, engines=engines) as rollout:
+    async with sr.AsyncRolloutEngine(config=CONFIG.replace(failover="none"), engines=engines) as rollout:
         asyncio.get_running_loop().call_later(15, engines[2].die)
         sampling = sr.Sampling(max_new_tokens=10, ignore_eos=True)
         groups = await rollout.generate([[i] for i in range(64)], sampling=sampling, on_error="return")

@@ -882,7 +882,9 @@ async def test_an_engine_that_cannot_pause_does_not_take_the_others_along() -> N
             await it.syncer.sync()
         assert it.states == ["stale", "ready"]
         groups = await task
-        assert sorted(group.completions[0].finish_reason for group in groups) == ["error", "length"]
+        assert [(group.completions[0].finish_reason, group.completions[0].engine) for group in groups] == [
+            ("length", "engine-1")
+        ] * 2
         broken.fail_command = None
         await it.syncer.sync()
         assert it.states == ["ready", "ready"]

@@ -10,7 +10,7 @@ from sglrollout.collect.calls import Filter, GroupReward, Reward, Rewards, UserF
 from sglrollout.collect.task import Task
 from sglrollout.config import Sampling
 from sglrollout.errors import ConfigError
-from sglrollout.generation.sampler import resumable
+from sglrollout.generation.sample import resumable
 from sglrollout.threads import Workers
 from sglrollout.types import Completion
 

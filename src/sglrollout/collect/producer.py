@@ -28,22 +28,19 @@ from sglrollout.collect.task import Task, as_task
 from sglrollout.concurrency import unwrapped
 from sglrollout.errors import (
     ConfigError,
-    EngineDiedError,
     LifecycleError,
     NoEngineError,
     QueueFullError,
     RewardError,
-    StaleWeightsError,
     fresh,
 )
 from sglrollout.generation.batch import Ready
-from sglrollout.generation.sampler import Prepared, Sample, resumable
+from sglrollout.generation.sample import Outlives, Prepared, Sample, resumable
 from sglrollout.types import Completion, Group
 
 T = TypeVar("T")
 
 _CHUNK_TOKENS = 32  # so often a sample's tokens come in: no more of them are lost when it is cut
-_MOST_DEATHS = 3
 _CHECKPOINT_EVERY = 32
 _MOST_QUEUED = 16
 _POLL_S = 0.02
@@ -250,12 +247,12 @@ class Producer:
                 chunk_tokens=_CHUNK_TOKENS,
                 timeout_s=self.options.timeout_s,
                 prior=slot.prior,
+                outlives=Outlives.SLEEP,
             )
-        except (LifecycleError, StaleWeightsError, QueueFullError) as error:  # the pool takes nothing now
+        except QueueFullError:
             if run.attempt == attempt:
                 self._queue(run, i)
-            if isinstance(error, QueueFullError):
-                await anyio.sleep(_POLL_S)
+            await anyio.sleep(_POLL_S)
             return
         if run.attempt != attempt:
             sample.cancel("its group was taken back")
@@ -281,19 +278,13 @@ class Producer:
         return self._sampler.completion(sample, run.prepared, self.options.sampling)
 
     async def _follow(self, run: GroupRun, i: int, sample: Sample) -> None:
-        """Wait for a sample's end; then it is settled, or goes on elsewhere."""
+        """Wait for a sample's end; then it is settled."""
         attempt, slot = run.attempt, run.slots[i]
         await sample.until_ended()
         if run.attempt != attempt:
             return
         slot.stop_following()
-        error = sample.request.error
-        slot.num_deaths += isinstance(error, EngineDiedError)
-        if _was_interrupted(sample.request.finish_reason, error) and slot.num_deaths <= _MOST_DEATHS:
-            slot.prior = self._so_far(run, sample)
-            self.tally.num_resumed += slot.prior is not None
-            self._queue(run, i)
-            return
+        self.tally.num_resumed += sample.num_resumed
         slot.completion = self._completion(run, sample)
         await self._settle(run, slot)
 
@@ -462,11 +453,6 @@ class Producer:
             weight_version=self._ledger.pacer.version,
             staleness_max=self._ledger.staleness_max,
         )
-
-
-def _was_interrupted(reason: str, error: Exception | None) -> bool:
-    """Whether a sample was cut by what befell its engine or the pool, and not by its own fault."""
-    return reason == "abort" or isinstance(error, (EngineDiedError, LifecycleError, StaleWeightsError))
 
 
 def _cancel(scope: anyio.CancelScope) -> None:

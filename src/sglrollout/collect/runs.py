@@ -9,7 +9,7 @@ from typing import Any
 from sglrollout.collect.records import completion_from_record, completion_to_record, json_value
 from sglrollout.collect.task import Task
 from sglrollout.errors import RolloutError
-from sglrollout.generation.sampler import Prepared
+from sglrollout.generation.sample import Prepared
 from sglrollout.types import Completion, Group
 
 
@@ -41,7 +41,6 @@ class Slot:
         cancel: ends what runs for it, and gives what there is of it.
         so_far: gives what there is of it, while it runs; ``None`` if that could not be resumed.
         last_token_s: gives when it last got tokens, while it runs.
-        num_deaths: engines that died under it.
     """
 
     __slots__ = (
@@ -50,7 +49,6 @@ class Slot:
         "completion",
         "failure",
         "last_token_s",
-        "num_deaths",
         "prior",
         "reward",
         "settled",
@@ -66,7 +64,6 @@ class Slot:
         self.cancel: Callable[[], Completion | None] | None = None
         self.so_far: Callable[[], Completion | None] | None = None
         self.last_token_s: Callable[[], float] | None = None
-        self.num_deaths = 0
 
     def keep(self, held: Completion | None) -> None:
         """Of a sample that was cut: what to go on from. One that had just ended needs nothing more."""

@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from sglrollout.errors import EngineRequestError
-from sglrollout.types import FinishReason, VersionSpan
+from sglrollout.types import Completion, FinishReason, VersionSpan
 from sglrollout.wire.messages import EngineInfo, Finish, Load, Output
 
 
 class Request:
     """One sample on its way: what was asked, and what has come so far.
 
-    It ends exactly once, by :meth:`end`; whoever waits in :meth:`progress` is then woken a last time.
+    It ends exactly once, by :meth:`end`; whoever waits in :meth:`progress` is then woken a last time. It may be handed
+    to another engine when one is lost: ``on_interrupt`` is asked before it ends, and ``True`` says that it goes on.
+    ``prompt_ids`` and ``sampling`` are for the engine that has it, ``token_ids`` are of all that had it.
     """
 
     __slots__ = (
@@ -31,6 +33,7 @@ class Request:
         "last_token_s",
         "logprobs",
         "on_end",
+        "on_interrupt",
         "prompt_ids",
         "queue_s",
         "request_id",
@@ -48,6 +51,7 @@ class Request:
         self.finish: Finish | None = None
         self.error: Exception | None = None
         self.on_end: Callable[[Request], None] | None = None
+        self.on_interrupt: Callable[[Finish, Exception | None], bool] | None = None
         self.created_s = self.last_token_s = time.monotonic()
         self.queue_s = 0.0
         self.first_token_s: float | None = None
@@ -89,9 +93,11 @@ class Request:
                 self.end(Finish("error", message="tokens came without their logprobs"))
                 return
             if not self._version_starts or self._version_starts[-1][0] != version:
-                self._begin_version(version)
+                self._version_starts.append((version, len(self.token_ids)))
             self.token_ids += output.token_ids
             self.last_token_s = time.monotonic()
+            if self.first_token_s is None:
+                self.first_token_s = self.last_token_s
             if self.logprobs is not None:
                 self.logprobs += output.logprobs or ()
         if output.finish is not None:
@@ -100,11 +106,13 @@ class Request:
             self._wake()
 
     def end(self, finish: Finish, error: Exception | None = None) -> None:
-        """End it; later calls change nothing. An end by error always has one."""
+        """End it, unless it goes on elsewhere; later calls change nothing. An end by error always has one."""
         if self.finish is not None:
             return
         if error is None and finish.reason == "error":
             error = EngineRequestError(self.engine, finish.message)
+        if self.on_interrupt is not None and self.on_interrupt(finish, error):
+            return
         self.finish, self.error = finish, error
         self.finished_s = time.monotonic()
         self._wake()
@@ -118,10 +126,16 @@ class Request:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
-    def _begin_version(self, version: int) -> None:
-        if self.first_token_s is None:
-            self.first_token_s = time.monotonic()
-        self._version_starts.append((version, len(self.token_ids)))
+    def take_up(self, completion: Completion) -> None:
+        """Begin with what was sampled of it before."""
+        self.token_ids = [*completion.token_ids]
+        self.logprobs = None if completion.logprobs is None or self.logprobs is None else [*completion.logprobs]
+        self._version_starts = [(span.version, span.start) for span in completion.weight_versions]
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.token_ids, self._version_starts = [], []
+        self.logprobs = None if self.logprobs is None else []
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

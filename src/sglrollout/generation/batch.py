@@ -16,7 +16,8 @@ from anyio.abc import TaskGroup
 
 from sglrollout.config import Sampling
 from sglrollout.errors import ConfigError, LifecycleError, fresh
-from sglrollout.generation.sampler import Prepared, Sample, Sampler
+from sglrollout.generation.sample import Prepared, Sample
+from sglrollout.generation.sampler import Sampler
 from sglrollout.types import Group, Prompt
 
 OnError = Literal["raise", "return"]

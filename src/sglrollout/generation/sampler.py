@@ -1,96 +1,32 @@
-"""One sample's life: checked, given a slot, submitted, and turned into a Completion when it ends."""
+"""Makes samples: checked, given a slot, submitted, moved on when an engine is lost, and turned into completions."""
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import random
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
+import anyio
+from anyio.abc import TaskGroup
+
 from sglrollout.config import Sampling
-from sglrollout.engine.protocol import Request
-from sglrollout.errors import ConfigError, EngineDiedError, RequestTimeoutError
+from sglrollout.errors import (
+    ConfigError,
+    EngineDiedError,
+    LifecycleError,
+    NoEngineError,
+    RequestTimeoutError,
+    RolloutError,
+    StaleWeightsError,
+    fresh,
+)
+from sglrollout.generation.sample import Failover, Outlives, Prepared, Sample
 from sglrollout.pool.dispatcher import Lease
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.text import Tokenizer, check_token_ids
-from sglrollout.types import Completion, Prompt, Timings, VersionSpan
+from sglrollout.types import Completion, Prompt, Timings
 from sglrollout.wire.messages import EngineInfo, Finish
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checked prompt. ``room`` is how many tokens the context has left for a completion."""
-
-    prompt: Prompt
-    ids: tuple[int, ...]
-    room: int
-
-
-class Sample:
-    """A request and the slot it holds. Whatever ends it, frees the slot.
-
-    ``prior`` is what an earlier request sampled of the same completion; this one goes on after it.
-    """
-
-    __slots__ = ("_lease", "_timer", "index", "on_end", "prior", "request")
-
-    def __init__(self, request: Request, index: int, prior: Completion | None = None) -> None:
-        self.request, self.index, self.prior = request, index, prior
-        self.on_end: Callable[[Sample], None] | None = None
-        self._lease: Lease[Member] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        request.on_end = self._ended
-
-    @property
-    def engine(self) -> str:
-        return self.request.engine
-
-    def cancel(self, message: str = "cancelled by the caller", error: Exception | None = None) -> None:
-        """Abort it in its engine and free its slot, now. Does nothing once it has ended."""
-        if self.request.ended:
-            return
-        if self._lease is not None:
-            self._lease.target.engine.abort(self.request)
-        self.request.end(Finish("abort" if error is None else "error", message=message), error)
-
-    async def until_ended(self) -> None:
-        """Wait for its end, and not for each of its tokens."""
-        if self.request.ended:
-            return
-        ended = asyncio.get_running_loop().create_future()
-        on_end = self.on_end
-
-        def note(sample: Sample) -> None:
-            if not ended.done():
-                ended.set_result(None)
-            if on_end is not None:
-                on_end(sample)
-
-        self.on_end = note
-        await ended
-
-    def hold(self, lease: Lease[Member], deadline: float | None) -> None:
-        self._lease = lease
-        self.request.engine = lease.target.name
-        if deadline is not None and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - time.monotonic()), self._expire)
-
-    def _expire(self) -> None:
-        message = (
-            f"not finished by its deadline, {time.monotonic() - self.request.created_s:.3g} s after it was asked for"
-        )
-        self.cancel(message, RequestTimeoutError(message))
-
-    def _ended(self, request: Request) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._lease is not None:
-            self._lease.release()
-        if self.on_end is not None:
-            self.on_end(self)
 
 
 class Sampler:
@@ -100,10 +36,15 @@ class Sampler:
         pool: started.
         tokenizer: ``None`` when engines run without one; then prompts are token ids and there is no text.
         info: of the pool's engines, which are all alike.
+        tasks: where samples whose engine was lost look for another.
+        failover: of all samples.
     """
 
-    def __init__(self, pool: Pool, tokenizer: Tokenizer | None, info: EngineInfo) -> None:
+    def __init__(
+        self, pool: Pool, tokenizer: Tokenizer | None, info: EngineInfo, tasks: TaskGroup, failover: Failover
+    ) -> None:
         self.pool, self.tokenizer, self.info = pool, tokenizer, info
+        self._tasks, self._failover = tasks, failover
 
     def prepare(self, prompt: Prompt, field: str) -> Prepared:
         """Check one prompt and turn it into token ids.
@@ -164,30 +105,33 @@ class Sampler:
         timeout_s: float | None = None,
         on_end: Callable[[Sample], None] | None = None,
         prior: Completion | None = None,
+        outlives: Outlives = Outlives.DEATHS,
     ) -> Sample:
         """Wait for a slot and hand one sample to an engine. One whose deadline passes first is returned as ended.
 
         Args:
             prior: go on after its tokens, as if they had just been sampled; see :func:`resumable`.
+            outlives: what it goes on after. With ``SLEEP`` it is also waited for engines that sleep now.
 
         Raises:
-            QueueFullError, NoEngineError: it never reached an engine.
+            QueueFullError, NoEngineError, LifecycleError, StaleWeightsError: it never reached an engine.
         """
-        ids, room = prepared.ids, prepared.room
-        if prior is not None:
-            ids = ids + prior.token_ids
-            room = min(room, sampling.max_new_tokens) - len(prior.token_ids)
-            sampling = _rest(sampling, len(prior.token_ids))
-        request = Request(ids, self._wire(sampling, room, index), chunk_tokens)
-        sample = Sample(request, index, prior)
+        sample = Sample(
+            prepared,
+            sampling,
+            self._wire(sampling, index),
+            index=index,
+            key=key,
+            chunk_tokens=chunk_tokens,
+            deadline=None if timeout_s is None else time.monotonic() + timeout_s,
+            outlives=outlives,
+            failover=self._failover,
+            on_lost=self._look_for_another,
+            prior=prior,
+        )
         sample.on_end = on_end
-        if room <= 0:
-            request.end(Finish("length", message="the prompt leaves no room in the context"))
-            return sample
-        deadline = None if timeout_s is None else request.created_s + timeout_s
         try:
-            while not await self._submit(sample, key, deadline):
-                pass
+            await self._dispatch(sample)
         except RequestTimeoutError as error:
             sample.cancel(str(error), error)
         except BaseException:
@@ -195,23 +139,73 @@ class Sampler:
             raise
         return sample
 
-    async def _submit(self, sample: Sample, key: Hashable | None, deadline: float | None) -> bool:
-        """One try; ``False`` when the engine turned out to be dead before it had the sample."""
-        lease = await self.pool.dispatcher.acquire(key, deadline)
-        sample.request.queue_s = time.monotonic() - sample.request.created_s
-        sample.hold(lease, deadline)
-        try:
-            await lease.target.engine.submit(sample.request)
-        except EngineDiedError:
-            lease.release()
-            return sample.request.ended
-        return True
+    async def _dispatch(self, sample: Sample, first: bool = False) -> None:
+        """Wait for a slot and hand it to an engine, unless there is nothing left to sample.
 
-    def _wire(self, sampling: Sampling, room: int, index: int) -> dict[str, Any]:
+        Args:
+            first: before all that wait, for it had a slot already.
+        """
+        while not sample.request.ended:
+            if sample.room <= 0:
+                sample.request.end(Finish("length", message="there is no room left for a token"))
+                return
+            lease = await self._slot(sample, first)
+            if sample.request.ended:
+                lease.release()
+                return
+            sample.aim()
+            sample.hold(lease)
+            try:
+                await lease.target.engine.submit(sample.request)
+                return
+            except EngineDiedError:  # before it had it
+                sample.let_go()
+
+    async def _slot(self, sample: Sample, first: bool) -> Lease[Member]:
+        patient = sample.outlives is Outlives.SLEEP
+        while True:
+            if patient:
+                await self._until_open(sample)
+            begun_s = time.monotonic()
+            try:
+                return await self.pool.dispatcher.acquire(sample.key, sample.deadline, first)
+            except (LifecycleError, StaleWeightsError):
+                if not patient or self.pool.dispatcher.closed:
+                    raise
+            finally:
+                sample.request.queue_s += time.monotonic() - begun_s
+
+    async def _until_open(self, sample: Sample) -> None:
+        """Wait while engines sleep, which does not count against its deadline."""
+        if self.pool.dispatcher.refusal is None:
+            return
+        begun_s = time.monotonic()
+        await self.pool.until_open()
+        if sample.deadline is not None:
+            sample.deadline += time.monotonic() - begun_s
+
+    # ------------------------------------------------------------ when an engine is lost
+
+    def _look_for_another(self, sample: Sample, loss: Exception | None) -> None:
+        self._tasks.start_soon(self._go_on, sample, loss)
+
+    async def _go_on(self, sample: Sample, loss: Exception | None) -> None:
+        """Give a sample to another engine. Where there is none, it fails with what it lost its engine by."""
+        with anyio.CancelScope() as sample.search:
+            try:
+                await self._dispatch(sample, first=True)
+            except (NoEngineError, StaleWeightsError) as refusal:
+                _fail(sample, loss or refusal)
+            except RolloutError as refusal:
+                _fail(sample, refusal)
+            except BaseException:
+                _fail(sample, LifecycleError("this rollout is closed"))  # unless it was its own end that cancelled this
+                raise
+            finally:
+                sample.search = None
+
+    def _wire(self, sampling: Sampling, index: int) -> dict[str, Any]:
         wire = sampling.wire()
-        wire["max_new_tokens"] = min(sampling.max_new_tokens, max(room, 1))
-        if sampling.min_new_tokens > room:
-            wire["min_new_tokens"] = max(room, 0)
         if self.info.deterministic:
             # SGLang gives every unseeded request the same seed, so that a group's samples would all be equal.
             wire["seed"] = (random.getrandbits(31) if sampling.seed is None else sampling.seed) + index
@@ -229,7 +223,7 @@ class Sampler:
                 return tokenizer.completion_text(completion, skip)
 
         first, last = request.first_token_s, request.finished_s or time.monotonic()
-        completion = Completion(
+        return Completion(
             prompt_ids=prepared.ids,
             token_ids=tuple(request.token_ids),
             logprobs=None if request.logprobs is None else tuple(request.logprobs),
@@ -247,38 +241,7 @@ class Sampler:
             index=sample.index,
             _detokenize=detokenize,
         )
-        return completion if sample.prior is None else joined(sample.prior, completion)
 
 
-def resumable(sampling: Sampling) -> bool:
-    """Whether a cut completion can be resumed from its tokens and be distributed as if it had not been cut.
-
-    An engine takes those tokens for a part of the prompt. Grammars would start over, penalties would not count them,
-    and a stop string that straddles the cut would not be seen.
-    """
-    grammar = sampling.json_schema or sampling.regex or sampling.ebnf
-    penalized = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1.0
-    return not (grammar or penalized or sampling.stop)
-
-
-def joined(prior: Completion, rest: Completion) -> Completion:
-    """One completion of a cut one's tokens and of those that came after; all else is that of ``rest``."""
-    offset = len(prior.token_ids)
-    moved = tuple(VersionSpan(span.version, span.start + offset, span.end + offset) for span in rest.weight_versions)
-    spans = prior.weight_versions + moved
-    if prior.weight_versions and moved and prior.weight_versions[-1].version == moved[0].version:
-        bridge = VersionSpan(moved[0].version, prior.weight_versions[-1].start, moved[0].end)
-        spans = (*prior.weight_versions[:-1], bridge, *moved[1:])
-    logprobs = None
-    if prior.logprobs is not None and rest.logprobs is not None:
-        logprobs = prior.logprobs + rest.logprobs
-    return dataclasses.replace(
-        rest, token_ids=prior.token_ids + rest.token_ids, logprobs=logprobs, weight_versions=spans
-    )
-
-
-def _rest(sampling: Sampling, num_sampled: int) -> Sampling:
-    """What is left of ``sampling`` after so many tokens."""
-    most = max(1, sampling.max_new_tokens - num_sampled)
-    least = min(most, max(0, sampling.min_new_tokens - num_sampled))
-    return sampling.replace(max_new_tokens=most, min_new_tokens=least)
+def _fail(sample: Sample, error: Exception) -> None:
+    sample.cancel(str(error), fresh(error))

@@ -8,8 +8,11 @@ from types import TracebackType
 from typing import Self
 
 from sglrollout.config import Sampling
-from sglrollout.errors import LifecycleError, fresh
-from sglrollout.generation.sampler import Prepared, Sample, Sampler
+from sglrollout.engine.protocol import Request
+from sglrollout.errors import LifecycleError
+from sglrollout.generation.chunks import ChunkReader, Part
+from sglrollout.generation.sample import Prepared, Sample
+from sglrollout.generation.sampler import Sampler
 from sglrollout.text import StreamText
 from sglrollout.types import Chunk, Completion, FinishReason, Prompt
 
@@ -23,7 +26,9 @@ class Stream:
 
     Raises (from the loop):
         ConfigError: the prompt or sampling is wrong.
-        EngineRequestError, EngineDiedError: the engine failed it.
+        EngineRequestError: the engine failed it.
+        EngineDiedError: it lost too many engines, or the last; or one after tokens were given out, with sampling options
+            that do not let it go on from these (a grammar, penalties, stop strings).
         RequestTimeoutError: its deadline passed.
     """
 
@@ -41,9 +46,8 @@ class Stream:
         self._sampler: Sampler | None = None
         self._prepared: Prepared | None = None
         self._sample: Sample | None = None
+        self._reader: ChunkReader | None = None
         self._text: StreamText | None = None
-        self._num_taken = 0
-        self._span = 0
         self._over = self._taken = False
 
     @property
@@ -69,21 +73,16 @@ class Stream:
             raise LifecycleError("another task is waiting for this stream's next chunk: a stream has one consumer")
         self._taken = True
         try:
-            sample = self._sample if self._sample is not None else await self._start()
-            request = sample.request
-            while len(request.token_ids) == self._num_taken and not request.ended:
-                await request.progress()
+            reader = self._reader if self._reader is not None else await self._start()
+            part = await reader.next()
         except BaseException:
             self._abandon()
             raise
         finally:
             self._taken = False
-        if request.error is not None and len(request.token_ids) == self._num_taken:
-            self._over = True
-            raise fresh(request.error)
-        return self._next_chunk(sample)
+        return self._chunk(part, reader.sample.request)
 
-    async def _start(self) -> Sample:
+    async def _start(self) -> ChunkReader:
         self._loop = asyncio.get_running_loop()
         self._sampler = await self._sampler_ready()
         self._sampler.check(self._sampling)
@@ -94,27 +93,16 @@ class Stream:
         if self._sampler.tokenizer is not None:
             tokenizer, skip = self._sampler.tokenizer, self._sampling.skip_special_tokens
             self._text = StreamText(lambda ids: tokenizer.decode(ids, skip), self._sampling.stop)
-        return self._sample
+        self._reader = ChunkReader(self._sample, self._chunk_tokens)
+        return self._reader
 
-    def _next_chunk(self, sample: Sample) -> Chunk:
-        """At most ``chunk_tokens`` of what has arrived, all of one weight version."""
-        request, start = sample.request, self._num_taken
-        num_tokens, version, end = len(request.token_ids), request.last_version, start
-        if num_tokens > start:
-            span = request.span(self._span)
-            while span.end <= start:
-                self._span += 1
-                span = request.span(self._span)
-            version, end = span.version, min(start + self._chunk_tokens, span.end)
-        self._num_taken = end
+    def _chunk(self, part: Part, request: Request) -> Chunk:
         reason: FinishReason | None = None
-        if request.ended and end == num_tokens and request.error is None:
+        if part.last:
             self._over, reason = True, request.finish_reason
-        ids = tuple(request.token_ids[start:end])
-        logprobs = None if request.logprobs is None else tuple(request.logprobs[start:end])
-        final = (lambda: self.completion.text) if reason is not None else None
-        text = self._text.add(ids, final) if self._text is not None else None
-        return Chunk(ids, logprobs, version, reason, text)
+        final = (lambda: self.completion.text) if part.last else None
+        text = self._text.add(part.token_ids, final) if self._text is not None else None
+        return Chunk(part.token_ids, part.logprobs, part.weight_version, reason, text)
 
     async def aclose(self) -> None:
         """Abort the sample if it still runs."""

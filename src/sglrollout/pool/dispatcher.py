@@ -121,12 +121,15 @@ class Dispatcher(Generic[T]):
         self._inflight.append(0)
         self.wake()
 
-    async def acquire(self, key: Hashable | None = None, deadline: float | None = None) -> Lease[T]:
+    async def acquire(
+        self, key: Hashable | None = None, deadline: float | None = None, first: bool = False
+    ) -> Lease[T]:
         """Wait for a slot. Cancelling the wait frees whatever it would have got.
 
         Args:
             key: samples with the same key prefer the same engine.
             deadline: on ``time.monotonic``'s clock.
+            first: stand before all that wait, however many do: it had a slot, and lost it.
 
         Raises:
             QueueFullError: ``max_queued`` callers wait already.
@@ -134,18 +137,20 @@ class Dispatcher(Generic[T]):
             NoEngineError: no engine is left that could ever take it.
         """
         self._refuse_when_closed()
-        if not self._waiting:
+        if first or not self._waiting:
             target = self._choose(key)
             if target is not None:
                 return self._grant(target, key)
-        if len(self._waiting) >= self._max_queued:
+        if len(self._waiting) >= self._max_queued and not first:
             raise QueueFullError(f"{self._max_queued} samples wait for a slot already (max_queued)")
-        return await self._wait(key, deadline)
+        return await self._wait(key, deadline, first)
 
-    async def _wait(self, key: Hashable | None, deadline: float | None) -> Lease[T]:
+    async def _wait(self, key: Hashable | None, deadline: float | None, first: bool) -> Lease[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Lease[T]] = loop.create_future()
         self._waiting[future] = key
+        if first:
+            self._waiting.move_to_end(future, last=False)
         timer = None
         if deadline is not None:  # a bare timer: a cancel scope would double the memory that one that waits takes
             timer = loop.call_later(max(0.0, deadline - time.monotonic()), self._expire, future)

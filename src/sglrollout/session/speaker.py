@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from sglrollout.config import Sampling
 from sglrollout.errors import ConfigError, LifecycleError, RolloutError
-from sglrollout.generation.sampler import Prepared, Sampler
+from sglrollout.generation.sample import Prepared
+from sglrollout.generation.sampler import Sampler
 from sglrollout.session.conversation import Conversation
 from sglrollout.session.parsing import ToolParser, UserParser
 from sglrollout.session.template import ChatTemplate
@@ -98,8 +99,7 @@ class Speaker:
         try:
             run = await self.begin(state, sampling, CHUNK_TOKENS)
             try:
-                while run.completion is None:
-                    await run.advance()
+                await run.to_the_end()
             finally:
                 run.cancel("the turn was left")
             return await self.finish(state, run)
@@ -129,7 +129,6 @@ class Speaker:
 
     async def finish(self, state: Conversation, run: TurnRun) -> Turn:
         """Take what was sampled into the state, as a turn."""
-        assert run.completion is not None
         assert self._parts is not None
         completion, index = run.completion, len(state.turns)
         if run.sampler.tokenizer is None:

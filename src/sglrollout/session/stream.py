@@ -14,7 +14,7 @@ from sglrollout.errors import LifecycleError
 from sglrollout.session.block import Block
 from sglrollout.session.turn import Turn, TurnRun
 from sglrollout.text import StreamText
-from sglrollout.types import Chunk, FinishReason
+from sglrollout.types import Chunk
 
 
 class _Use:
@@ -123,20 +123,17 @@ class SessionStream:
             if self._use.run is None:
                 self._use.run = await self._begin()
                 self._text = _stream_text(self._use.run)
-            run = self._use.run
-            while run.completion is None and run.num_tokens == run.num_taken:
-                await run.advance()
+            part = await self._use.run.next()
             if self._over:  # it was left in the instant in which tokens came
                 raise StopAsyncIteration
-            ids, logprobs, version = run.take(self._chunk_tokens)
-            reason: FinishReason | None = None
-            if run.completion is not None and run.num_taken == run.num_tokens:
-                self._turn = await self._finish(run)
-                reason, self._over = self._turn.finish_reason, True
+            if part.last:
+                self._turn = await self._finish(self._use.run)
+                self._over = True
                 self._block.give(self._use)
-        completion = run.completion
-        final = (lambda: completion.text) if reason is not None and completion is not None else None
-        return Chunk(ids, logprobs, version, reason, self._text.add(ids, final) if self._text is not None else None)
+        turn = self._turn
+        text = self._text.add(part.token_ids, (lambda: turn.text) if turn is not None else None) if self._text else None
+        reason = turn.finish_reason if turn is not None else None
+        return Chunk(part.token_ids, part.logprobs, part.weight_version, reason, text)
 
     async def aclose(self) -> None:
         """Abort the turn, if it has not ended."""
