@@ -406,7 +406,7 @@ def _who_joined(link: Link, token: str, timeout_s: float) -> Consumer | None:
         message = link.receive(timeout_s)
     except (ChannelError, TimeoutError):
         return None
-    if not isinstance(message, Joined) or message.token != token:
+    if not isinstance(message, Joined) or not message.brings(token):
         return None
     return Consumer(message.engine, message.tp_rank)
 

@@ -21,6 +21,8 @@ from sglrollout.wire.messages import PROTOCOL, FromHost, Hello, SentByHost, ToHo
 MAX_FRAME_BYTES = 1 << 30
 _LENGTH = struct.Struct("<I")
 _READ_LIMIT_BYTES = 8 << 20
+_MOST_QUOTED = 200
+"""Characters of what came that an error may repeat: it says what is wrong with it, and is logged."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -66,7 +68,8 @@ class Channel(Generic[In, Out]):
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:  # the latter: values nested without end
-            raise ChannelError(f"a frame of {length} bytes is not a message of protocol {PROTOCOL}: {error}") from error
+            why = f"{error!s:.{_MOST_QUOTED}}"
+            raise ChannelError(f"a frame of {length} bytes is not a message of protocol {PROTOCOL}: {why}") from error
 
     async def handshake(self, hello: Hello) -> Hello:
         """Exchange versions; both ends call it first.
@@ -80,8 +83,8 @@ class Channel(Generic[In, Out]):
             raise ChannelError(f"expected a hello, got {type(answer).__name__}")
         if answer.protocol != PROTOCOL:
             raise ChannelError(
-                f"the other end (sglrollout {answer.library_version}, pid {answer.pid}) speaks protocol "
-                f"{answer.protocol}, this one (sglrollout {hello.library_version}) speaks {PROTOCOL}: "
+                f"the other end (sglrollout {answer.library_version:.{_MOST_QUOTED}}, pid {answer.pid}) speaks "
+                f"protocol {answer.protocol}, this one (sglrollout {hello.library_version}) speaks {PROTOCOL}: "
                 "both must come from the same installation"
             )
         return answer

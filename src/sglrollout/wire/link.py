@@ -1,11 +1,13 @@
 """The link between a trainer rank and one TP rank of an engine, on which they hand weights over bucket by bucket.
 
-A trainer rank listens on a socket in a directory of its own (mode 0700); the scheduler connects once and stays. What
-travels are small msgspec frames and, for memory shared on a CPU, file descriptors. The weights themselves never do.
+A trainer rank listens on a socket in a directory of its own (mode 0700); the scheduler connects once, shows the token
+that its engine was given over the channel, and stays. What travels are small msgspec frames and, for memory shared on a
+CPU, file descriptors. The weights themselves never do.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 import struct
@@ -21,6 +23,8 @@ from sglrollout.errors import ChannelError
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 1 << 28
 _MAX_FDS = 16
+_READ_BYTES = 1 << 20
+_MOST_QUOTED = 200
 
 
 STAGING = 0
@@ -58,6 +62,13 @@ class Joined(msgspec.Struct, tag="joined"):
     token: str
     engine: str
     tp_rank: int
+
+    def brings(self, token: str) -> bool:
+        """Whether its token is this one. How long that takes says nothing of how much of it is right."""
+        return hmac.compare_digest(self.token.encode(), token.encode())
+
+    def __repr__(self) -> str:
+        return f"Joined(engine={self.engine!r}, tp_rank={self.tp_rank})"  # what is printed may be logged
 
 
 class Mapped(msgspec.Struct, tag="mapped"):
@@ -113,6 +124,7 @@ class Link:
         self._decode = msgspec.msgpack.Decoder(incoming).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._received = bytearray()
+        self._fds: list[int] = []
 
     def send(self, message: FromEngine | FromTrainer, fds: list[int] | None = None, timeout_s: float = 10.0) -> None:
         """Send one message.
@@ -143,29 +155,40 @@ class Link:
         return message
 
     def receive_with_fds(self, timeout_s: float) -> tuple[FromEngine | FromTrainer, list[int]]:
-        """The next message, and the file descriptors that came with it, which are the caller's to close."""
+        """The next message, and the file descriptors that came with it, which are the caller's to close.
+
+        Raises:
+            TimeoutError: none came in time.
+            ChannelError: the other end is gone, or sent something else.
+        """
         deadline = time.monotonic() + timeout_s
-        fds: list[int] = []
         while (body := self._take_frame()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no whole message came on a weight link within {timeout_s:.3g} s")
             self._socket.settimeout(left)
             try:
-                data, new, _, _ = socket.recv_fds(self._socket, 1 << 20, _MAX_FDS)
+                self._take_bytes()
             except TimeoutError:
                 raise TimeoutError(f"nothing came on a weight link within {timeout_s:.3g} s") from None
             except OSError as error:
                 raise ChannelError(f"a weight link broke: {error}") from error
-            fds += new
-            if not data:
-                raise ChannelError("the other end of a weight link is gone")
-            self._received += data
         try:
             message: FromEngine | FromTrainer = self._decode(body)
-        except msgspec.DecodeError as error:
-            raise ChannelError(f"not a message of a weight link: {error}") from error
+        except (msgspec.DecodeError, RecursionError) as error:  # the latter: values nested without end
+            raise ChannelError(f"not a message of a weight link: {error!s:.{_MOST_QUOTED}}") from error
+        fds, self._fds = self._fds, []
         return message, fds
+
+    def _take_bytes(self) -> None:
+        """What has come, and the file descriptors with it: they stay here until their message is whole."""
+        data, new, flags, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_FDS)
+        self._fds += new
+        if flags & socket.MSG_CTRUNC or len(self._fds) > _MAX_FDS:
+            raise ChannelError(f"more than {_MAX_FDS} file descriptors came with a message of a weight link")
+        if not data:
+            raise ChannelError("the other end of a weight link is gone")
+        self._received += data
 
     def _take_frame(self) -> bytes | None:
         if len(self._received) < _LENGTH.size:
@@ -182,6 +205,9 @@ class Link:
 
     def close(self) -> None:
         self._socket.close()
+        fds, self._fds = self._fds, []
+        for fd in fds:  # of a message that never came
+            os.close(fd)
 
 
 class Listener:
