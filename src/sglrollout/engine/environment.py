@@ -30,6 +30,22 @@ def not_for_engines(names: Iterable[str]) -> list[str]:
     ]
 
 
+def within_the_engine(scratch_dir: str) -> dict[str, str]:
+    """What lets an engine's processes meet in its scratch directory, and talk over the loopback interface.
+
+    SGLang would have them meet at a TCP port, which torch opens on every interface and to everybody, and talk over the
+    interface of the host's name, or the one that the trainer uses. An engine is within one machine.
+    """
+    return {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch_dir}/rendezvous",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        # On a CPU with AMX, memory shared by TP ranks is named after these two: they must differ between engines.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": Path(scratch_dir).name,
+    }
+
+
 def host_environment(devices: Sequence[str], scratch_dir: str) -> dict[str, str]:
     """The environment of a host process that sees ``devices`` (UUIDs) alone."""
     removed = set(not_for_engines(os.environ))

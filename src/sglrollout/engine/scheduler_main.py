@@ -31,6 +31,7 @@ def run_scheduler(*args: Any, answers_to: str, steps_to: str | None = None, **kw
         steps_to: the host's socket for outputs; ``None`` leaves them to SGLang.
     """
     _exit_instead_of_sigquit()
+    keep_tokens_out_of_logs()
     scheduler_agent.install(answers_to)
     if steps_to is not None:
         scheduler_outputs.send_steps_to(steps_to)
@@ -62,6 +63,19 @@ def _exit_instead_of_sigquit() -> None:
         send_signal(self, sig)
 
     psutil.Process.send_signal = send_or_exit  # type: ignore[method-assign]
+
+
+def keep_tokens_out_of_logs() -> None:
+    """Let a request be written as its id: SGLang logs whole ones when its watchdog or a self-check ends a scheduler.
+
+    The end of the log is in the error that the user gets, and goes wherever that goes.
+    """
+    from sglang.srt.managers.schedule_batch import Req
+
+    def written(self: Any) -> str:
+        return f"Req(rid={self.rid})"
+
+    Req.__repr__ = written
 
 
 def ignore_sigquit(signum: int, frame: Any) -> None:

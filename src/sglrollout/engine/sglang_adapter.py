@@ -28,7 +28,7 @@ import zmq
 import zmq.asyncio
 
 from sglrollout.engine import cpu_support, scheduler_agent, scheduler_outputs
-from sglrollout.engine.environment import not_for_engines
+from sglrollout.engine.environment import not_for_engines, within_the_engine
 from sglrollout.engine.scheduler_main import ignore_sigquit, run_detokenizer, run_scheduler
 from sglrollout.engine.scheduler_outputs import to_finish
 from sglrollout.engine.scratch import note_file
@@ -603,6 +603,7 @@ def _process_state_kept(scratch_dir: str) -> Iterator[None]:
     environment = dict(os.environ)
     try:
         tempfile.tempdir = scratch_dir
+        os.environ.update(within_the_engine(scratch_dir))
         yield
     finally:
         asyncio.set_event_loop_policy(policy)
