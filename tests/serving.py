@@ -73,7 +73,7 @@ async def serving(model: Path, script: Any = None, engine: Any = None, **options
     """An open endpoint. ``options`` are those of ``serve_openai``; ``engine`` those of the engine."""
     given = {"script": script} if script is not None else {}
     scripted = ScriptedEngine(**{"vocab_size": 512, "context_length": 2048, **given, **(engine or {})})
-    config = sr.RolloutConfig(model=str(model), progress=False)
+    config = sr.RolloutConfig(model=str(model), progress=False, max_restarts=0)
     async with (
         sr.AsyncRolloutEngine(config=config, engines=[scripted]) as rollout,
         rollout.serve_openai(**{"model_name": MODEL, **options}) as endpoint,

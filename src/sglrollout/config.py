@@ -226,6 +226,25 @@ class RolloutConfig(Options, frozen=True):
         "a grammar, a penalty or a stop string does not allow that it begins anew), begins anew, or it fails.",
     )
     max_failovers: int = Field(default=3, ge=0, description="Engines that one sample may lose before it fails.")
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        description="Times within an hour that an engine which dies is started again; 0 is never. "
+        'With isolation="thread" it never is.',
+    )
+    restart_delay_s: float = Field(
+        default=1.0,
+        ge=0,
+        lt=3600,
+        description="Seconds before an engine is started again; they double with each restart within an hour, up to "
+        "60.",
+    )
+    keep_weights_snapshot: bool = Field(
+        default=False,
+        description="Copy the weights of each sync from an engine to host memory, for restarted engines: without it "
+        "they ask another engine, and where there is none wait for the next sync. It takes host memory for one model, "
+        "and some of that engine's time after each sync.",
+    )
     close_timeout_s: float = Field(
         default=10.0, gt=0, description="Seconds for an engine to end by itself before it is killed."
     )

@@ -32,6 +32,7 @@ from sglrollout.generation.stream import Stream
 from sglrollout.observe import progress as _progress
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.pool.sleep import TAGS, SleepReport, sleep, wake
+from sglrollout.pool.supervisor import Restarts
 from sglrollout.serve.endpoint import OpenAIEndpoint
 from sglrollout.session.episode import Episode, play_episode
 from sglrollout.session.parsing import UserParser
@@ -53,11 +54,12 @@ class EngineStatus:
     Attributes:
         name: for example ``engine-0``.
         state: ``starting``, ``ready``, ``held`` (a sync or the like is under way), ``asleep``, ``stale`` (its weights
-            are not the trainer's) or ``dead``.
+            are not the trainer's), ``restarting`` (it died, and comes back) or ``dead`` (it died for good).
         num_inflight: samples this pool has in it.
         limit: samples it may have at once.
-        info: what it said of itself when it came up.
+        info: what it said of itself when it last came up; ``None`` while it starts.
         load: what it last said of its load.
+        num_restarts: how often it was started again after a death, in vain included.
     """
 
     name: str
@@ -66,6 +68,7 @@ class EngineStatus:
     limit: int
     info: EngineInfo | None
     load: Load | None
+    num_restarts: int = 0
 
 
 class AsyncRolloutEngine:
@@ -186,7 +189,8 @@ class AsyncRolloutEngine:
         engines = self._given_engines
         if engines is None:
             engines = tuple(await anyio.to_thread.run_sync(build_engines, self.config))
-        pool = self._pool = Pool(engines, self.config.max_inflight, self.config.max_queued)
+        config = self.config
+        pool = self._pool = Pool(engines, config.max_inflight, config.max_queued, _restarts(config))
         try:
             tokenizer = await self._bring_up(pool, tasks)
             info = pool.members[0].engine.info
@@ -542,7 +546,7 @@ class AsyncRolloutEngine:
         """
         check_timeout(timeout_s)
         pool = await self._ready_pool()
-        if not pool.serving:
+        if not pool.serving and not pool.restarting:
             raise NoEngineError("every engine of the pool is dead")
         with pool.exclusive("flush_cache"):
             ready = [member for member in pool.members if member.ready]
@@ -595,6 +599,7 @@ class AsyncRolloutEngine:
                 limit=member.limit,
                 info=member.engine.info,
                 load=member.engine.load,
+                num_restarts=member.num_restarts,
             )
             for member in self._members
         )
@@ -662,3 +667,8 @@ def config_of(
 
 def _failover(config: RolloutConfig) -> Failover:
     return Failover(config.failover != "none", config.failover == "resume", config.max_failovers)
+
+
+def _restarts(config: RolloutConfig) -> Restarts:
+    most = 0 if config.isolation == "thread" else config.max_restarts
+    return Restarts(most, config.restart_delay_s, config.start_timeout_s, config.keep_weights_snapshot)

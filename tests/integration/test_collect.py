@@ -28,7 +28,13 @@ CLOSE = 1e-3
 @pytest.fixture(scope="module")
 async def trained_rollout(tiny_model: Path) -> AsyncIterator[sr.AsyncRolloutEngine]:
     """Two engines of this module's own: their weights change, and the last test kills one. Eight samples at a time."""
-    options: dict[str, Any] = {"num_engines": 2, "device": "cpu", "dtype": "float32", "max_inflight": 4}
+    options: dict[str, Any] = {
+        "num_engines": 2,
+        "device": "cpu",
+        "dtype": "float32",
+        "max_inflight": 4,
+        "max_restarts": 0,
+    }
     async with sr.AsyncRolloutEngine(tiny_model, **options) as engine:
         yield engine
 

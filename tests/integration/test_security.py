@@ -84,7 +84,7 @@ async def running(trapped_model: Path) -> AsyncIterator[Running]:
     # What a trainer on a cluster has set. None of these interfaces is there, so whoever used one would fail.
     os.environ |= {"GLOO_SOCKET_IFNAME": "none0", "NCCL_SOCKET_IFNAME": "none0", "MASTER_ADDR": "192.0.2.1"}
     try:
-        rollout = sr.AsyncRolloutEngine(trapped_model, device="cpu", dtype="float32", tp_size=2)
+        rollout = sr.AsyncRolloutEngine(trapped_model, device="cpu", dtype="float32", tp_size=2, max_restarts=0)
         async with rollout, rollout.serve_openai(model_name="tiny") as endpoint:
             yield Running(rollout, endpoint, trapped_model.parent / "mark")
     finally:

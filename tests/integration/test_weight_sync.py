@@ -403,7 +403,7 @@ async def test_a_cancelled_sync_leaves_no_half_loaded_engine_serving_and_the_nex
 async def test_an_engine_killed_while_it_loads_fails_the_sync_and_the_others_heal(tiny_model: Path, steps: int) -> None:
     model = trained(tiny_model, steps)
     async with (
-        sr.AsyncRolloutEngine(tiny_model, num_engines=2, device="cpu", dtype="float32") as rollout,
+        sr.AsyncRolloutEngine(tiny_model, num_engines=2, device="cpu", dtype="float32", max_restarts=0) as rollout,
         sr.WeightSyncer(rollout, sr.ModuleSource(model), bucket_bytes=1 << 12, timeout_s=20) as syncer,
     ):
         await syncer.sync()

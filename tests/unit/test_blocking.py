@@ -28,7 +28,7 @@ from sglrollout.types import Prompt
 
 pytestmark = pytest.mark.timeout(30)
 
-CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False)
+CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False, max_restarts=0)
 PROMPT = [1, 2, 3]
 SHORT = sr.Sampling(max_new_tokens=4, ignore_eos=True)
 LONG = sr.Sampling(max_new_tokens=3000, ignore_eos=True)

@@ -21,7 +21,7 @@ from sglrollout.testing import ScriptedEngine
 
 pytestmark = pytest.mark.timeout(60)
 
-CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False)
+CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False, max_restarts=0)
 SHORT = sr.Sampling(max_new_tokens=8)
 LONG = sr.Sampling(max_new_tokens=400, ignore_eos=True)
 

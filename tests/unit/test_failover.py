@@ -15,7 +15,7 @@ from sglrollout.wire.messages import Output
 
 pytestmark = pytest.mark.timeout(30)
 
-CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False)
+CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False, max_restarts=0)
 PROMPT = [7, 8, 9]
 LONG = sr.Sampling(max_new_tokens=100, ignore_eos=True)
 PENALIZED = LONG.replace(frequency_penalty=0.5)

@@ -13,7 +13,7 @@ import sglrollout as sr
 from sglrollout.observe import progress
 from sglrollout.testing import ScriptedEngine
 
-CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False)
+CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False, max_restarts=0)
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:

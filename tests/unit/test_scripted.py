@@ -230,11 +230,16 @@ async def test_load_is_reported_when_it_changes() -> None:
     await running
 
 
-async def test_it_starts_once_or_fails_as_it_is_told() -> None:
+async def test_it_starts_or_fails_as_it_is_told() -> None:
     engine = ScriptedEngine(fail_start="no such model")
     with pytest.raises(EngineStartError, match="engine-0: no such model"):
         await engine.start()
-    with pytest.raises(EngineStartError, match="it is dead"):
+    engine.fail_start = None
+    await engine.start()
+    with pytest.raises(EngineStartError, match="it is ready"):
+        await engine.start()
+    await engine.close()
+    with pytest.raises(EngineStartError, match="it is closed"):
         await engine.start()
     slow = ScriptedEngine(start_s=0.02)
     starting = asyncio.ensure_future(slow.start())

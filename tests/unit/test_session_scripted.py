@@ -57,7 +57,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 @pytest.fixture
 def config(tiny_model: Path) -> sr.RolloutConfig:
-    return sr.RolloutConfig(model=str(tiny_model), progress=False)
+    return sr.RolloutConfig(model=str(tiny_model), progress=False, max_restarts=0)
 
 
 @pytest.fixture

@@ -76,21 +76,24 @@ class EngineClient:
     ) -> None:
         self.name = name
         self.devices: Sequence[str] = tuple(devices)
-        self.info: EngineInfo | None = None
-        self.load: Load | None = None
         self.on_load: Callable[[Load], None] | None = None
         self.on_death: Callable[[Exception], None] | None = None
         self._launch, self._isolation = launch, isolation
         self._start_timeout_s, self._close_timeout_s = start_timeout_s, close_timeout_s
         self._control_timeout_s = control_timeout_s
         self._log_dir = log_dir
+        self._next_id = 0  # goes on from life to life: what is of an earlier one is never taken for one of this
+        self._death: Exception | None = None
+        self._closing = False
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        self.info: EngineInfo | None = None
+        self.load: Load | None = None
         self._host: Launcher | None = None
         self._channel: Channel[FromHost, ToHost] | None = None
         self._requests: dict[int, Request] = {}
         self._replies: dict[int, tuple[anyio.Event, list[Reply]]] = {}
-        self._next_id = 0
-        self._death: Exception | None = None
-        self._closing = False
 
     # ------------------------------------------------------------ life
 
@@ -105,14 +108,19 @@ class EngineClient:
         return "ready" if self.alive else (self._host.log_tail(1).strip()[-90:] or "starting")
 
     async def start(self) -> EngineInfo:
-        """Start the host and build the engine in it.
+        """Start the host and build the engine in it. Once it has died, and :meth:`run` returned, it may start again.
 
         Raises:
             EngineStartError: it failed, or the deadline passed; with the tail of the log.
+            LifecycleError: it is up, or closed.
         """
+        if self._closing or self.alive:
+            raise LifecycleError(f"{self.name} cannot start: it is {'closed' if self._closing else 'up'}")
+        self._begin_life()
         try:
             with anyio.fail_after(self._start_timeout_s):
                 self.info = await self._beside_the_host(self._bring_up)
+            self._death = None
         except TimeoutError:
             tail = self._log_tail()
             await self._give_up()
@@ -158,6 +166,12 @@ class EngineClient:
         if not self._closing:
             self._die(reason)
             await self._give_up()
+
+    async def kill(self, reason: str) -> None:
+        """End it by force, as a crash would."""
+        if self.alive:
+            self._die(reason)
+        await self._give_up()
 
     async def _receive(self) -> str:
         """Until the channel ends; the reason, if the host gave one."""
@@ -235,8 +249,9 @@ class EngineClient:
                 raise ChannelError(f"unexpected {type(message).__name__}")
 
     def _die(self, reason: str) -> None:
-        """Fail all it held, then tell the pool."""
-        assert self._host is not None
+        """Fail all it held, then tell the pool. Once in a life."""
+        if self._death is not None:
+            return
         self._death = EngineDiedError(self.name, reason, self._log_tail())
         requests, self._requests = self._requests, {}
         for request in requests.values():

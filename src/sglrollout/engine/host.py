@@ -45,6 +45,8 @@ _LOAD_INTERVAL_S = 0.25
 _ORPHAN_CHECK_S = 0.25
 _ORPHAN_END_S = 3.0
 _GRACE_S = 5.0
+_PART_BYTES = 256 << 20
+"""Of weights that are copied from engine to engine: so much between two steps."""
 
 
 class EngineHost:
@@ -156,7 +158,35 @@ class EngineHost:
     async def _on_checksum_weights(self, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         return {"ranks": await self._engine.call_schedulers("checksum", timeout_s, arguments)}
 
+    async def _on_export_weights(self, timeout_s: float) -> dict[str, Any]:
+        """Write the weights into anonymous files, and hold them until told to drop them; the engine serves on."""
+        begun = await self._copy("begin_export", timeout_s)
+        ranks = [{"pid": rank["pid"], "fd": rank["fd"]} for rank in begun]
+        return {"version": self._engine.weight_version, "ranks": ranks}
+
+    async def _on_drop_export(self, timeout_s: float) -> dict[str, Any]:
+        await self._engine.call_schedulers("end_copy", timeout_s)
+        return {}
+
+    async def _on_adopt_weights(self, paths: list[str], timeout_s: float) -> dict[str, Any]:
+        try:
+            await self._copy("begin_adoption", timeout_s, {"paths": paths})
+        finally:
+            await self._engine.call_schedulers("end_copy", timeout_s)
+        return {}
+
+    async def _copy(self, begin: str, timeout_s: float, arguments: dict[str, Any] | None = None) -> list[Any]:
+        """Begin, and go on part by part; what every TP rank answered to the beginning."""
+        begun = await self._engine.call_schedulers(begin, timeout_s, arguments)
+        part = {"number": begun[0]["number"], "num_bytes": _PART_BYTES}
+        deadline = time.monotonic() + timeout_s
+        while not all(await self._engine.call_schedulers("copy_part", timeout_s, part)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the weights were not copied within {timeout_s:g} s")
+        return begun
+
     async def _on_sleep(self, tags: list[str], timeout_s: float) -> dict[str, Any]:
+        await self._engine.call_schedulers("end_copy", timeout_s)  # which would read what is given up
         await self._engine.sleep(tags, timeout_s)
         return {}
 

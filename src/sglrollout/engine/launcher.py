@@ -52,7 +52,7 @@ class HostProcess:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
         self.scratch_dir = new_scratch()
         self._log = Path(log_dir) / f"{name}-{os.getpid()}.log" if log_dir else self.scratch_dir / "engine.log"
-        self._destroyed = False
+        self._destroyed, self._destroying = False, anyio.Lock()
         command = [sys.executable, "-m", "sglrollout.engine.host"]
         command += [str(sock.fileno()), str(os.getpid()), str(self.scratch_dir)]
         with self._log.open("ab") as log, sock:
@@ -81,11 +81,12 @@ class HostProcess:
             await anyio.sleep(_POLL_S)
 
     async def destroy(self, timeout_s: float) -> None:
-        if self._destroyed:  # its number may be another group's by now
-            return
-        self._destroyed = True
-        await anyio.to_thread.run_sync(self._end, timeout_s)
-        await anyio.to_thread.run_sync(remove_scratch, self.scratch_dir)
+        async with self._destroying:  # whoever comes second returns once it is gone, too
+            if self._destroyed:  # its number may be another group's by now
+                return
+            self._destroyed = True
+            await anyio.to_thread.run_sync(self._end, timeout_s)
+            await anyio.to_thread.run_sync(remove_scratch, self.scratch_dir)
 
     def _end(self, timeout_s: float) -> None:
         end_group(self._process.pid, timeout_s)

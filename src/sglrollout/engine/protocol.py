@@ -146,8 +146,9 @@ class Request:
 class Engine(Protocol):
     """One engine as the pool sees it.
 
-    ``on_load`` and ``on_death`` are set by the pool before :meth:`start`. After ``on_death`` was called (once, with
-    the reason) every request the engine held has ended with an ``error`` finish and it takes no more.
+    ``on_load`` and ``on_death`` are set by the pool before :meth:`start`. After ``on_death`` was called (once in a
+    life, with the reason) every request the engine held has ended with an ``error`` finish and it takes no more. Once
+    :meth:`run` has returned, or :meth:`start` has failed, nothing of that life is left, and it may start again.
     """
 
     name: str
@@ -167,10 +168,16 @@ class Engine(Protocol):
         """What it is doing, in a few words, for a progress display."""
 
     async def start(self) -> EngineInfo:
-        """Come up, or raise ``EngineStartError``. Cancelling it leaves nothing behind."""
+        """Come up, or raise ``EngineStartError``. Cancelling it leaves nothing behind.
+
+        After a death it is called again, and begins another life: with the weights, and the version, of the first one.
+        """
 
     async def run(self) -> None:
-        """Serve until closed or dead; the pool runs it in its task group."""
+        """Serve until closed, or dead with all that it started gone; the pool runs it in its task group."""
+
+    async def kill(self, reason: str) -> None:
+        """End this life of it by force, as a crash would, from any state; return once all that it started is gone."""
 
     async def submit(self, request: Request) -> None:
         """Hand over a request. Its tokens and its end arrive through ``request``."""

@@ -7,6 +7,7 @@ file, since SGLang logs what comes with the call; answers go to a socket of the 
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from pathlib import Path
@@ -67,6 +68,8 @@ class Agent:
         self._recording: Any = None
         self._addresses: tuple[int, ...] = ()
         self._loader: Any = None
+        self._copying: Any = None
+        self._num_copyings = 0
 
     def answer(self, call: Call) -> Answer:
         """Run a call. It never raises: what is wrong is the answer."""
@@ -202,6 +205,61 @@ class Agent:
                     sums.append(checksum(part))
                     num_bytes += part.nbytes
         return {"sums": sums, "num_bytes": num_bytes}
+
+    # ------------------------------------------------------------ from engine to engine
+
+    def begin_export(self) -> dict[str, int]:
+        """Begin to write all weights into an anonymous file, which is held until :meth:`end_copy`.
+
+        Returns:
+            what to give :meth:`copy_part`, and where the file is: this process, and its descriptor.
+        """
+        from sglrollout.engine.scheduler_export import Export
+
+        self._refuse_draft()
+        self.end_copy()
+        self._copying = Export(self._runner.model)
+        return {"number": self._num_copyings, "pid": os.getpid(), "fd": self._copying.fd}
+
+    def begin_adoption(self, paths: list[str]) -> dict[str, int]:
+        """Begin to take all weights from a file that another engine wrote, in place. ``paths``: by TP rank.
+
+        Raises:
+            WeightsDifferError: it is of another model; nothing was changed.
+        """
+        from sglrollout.engine.scheduler_export import Adoption
+
+        self._refuse_draft()
+        self.end_copy()
+        self._copying = Adoption(self._runner.model, paths[self._tp_rank])
+        return {"number": self._num_copyings}
+
+    def copy_part(self, number: int, num_bytes: int) -> bool:
+        """Go on for so many bytes; whether all is done.
+
+        Raises:
+            StaleRecordingError: it was given up, or another one began.
+        """
+        from sglrollout.engine.scheduler_loader import synchronize
+
+        if self._copying is None or number != self._num_copyings:
+            raise StaleRecordingError("this copy of the weights was given up")
+        is_done: bool = self._copying.go_on(num_bytes)
+        synchronize()
+        return is_done
+
+    def end_copy(self) -> None:
+        """Let go of the file; a copy that is under way is given up."""
+        copying, self._copying = self._copying, None
+        self._num_copyings += 1
+        if copying is not None:
+            copying.close()
+
+    def _refuse_draft(self) -> None:
+        if self._scheduler.draft_worker is not None:
+            raise NotImplementedError("speculative decoding has a draft model beside it, whose weights are not copied")
+
+    # ------------------------------------------------------------ what was recorded
 
     def _record(self, allow_missing: list[str]) -> None:
         from sglrollout.engine.scheduler_recorder import record

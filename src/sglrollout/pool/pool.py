@@ -14,10 +14,14 @@ from anyio.abc import TaskGroup
 from sglrollout.concurrency import in_parallel
 from sglrollout.engine.protocol import Engine
 from sglrollout.errors import LifecycleError, NoEngineError, StaleWeightsError, fresh
+from sglrollout.pool.catch_up import CatchUp
 from sglrollout.pool.dispatcher import Dispatcher
 from sglrollout.pool.limits import Limit
+from sglrollout.pool.supervisor import Restarts, Supervisor
 from sglrollout.wire.messages import Load
 
+SLEEP = "sleep"
+"""What :attr:`Pool.busy` says while engines give up memory."""
 _log = logging.getLogger("sglrollout.pool")
 
 
@@ -32,7 +36,10 @@ class EngineState(Enum):
     """Memory of it is given up: its weights, its KV cache, or its graphs."""
     STALE = "stale"
     """Its weights are not the trainer's. It refuses work until a sync."""
+    RESTARTING = "restarting"
+    """It died, and comes back."""
     DEAD = "dead"
+    """It died, and stays so."""
 
 
 class Member:
@@ -44,6 +51,8 @@ class Member:
         stale: why its weights are not the trainer's; empty when they are.
         garbage: its weights came back from a sleep as garbage, all of them.
         paused: it takes no steps until it is told to resume.
+        num_restarts: how often it was started again, in vain included.
+        has_memory_saver: it can give memory up.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -52,8 +61,10 @@ class Member:
         self.asleep: dict[str, int] = {}
         self.stale = ""
         self.garbage = self.paused = False
+        self.num_restarts = 0
+        self.has_memory_saver = False
         self._limit: Limit | None = None
-        self._dead = False
+        self._dead = self._restarting = False
 
     @property
     def name(self) -> str:
@@ -63,6 +74,8 @@ class Member:
     def state(self) -> EngineState:
         if self._dead:
             return EngineState.DEAD
+        if self._restarting:
+            return EngineState.RESTARTING
         if self._limit is None:
             return EngineState.STARTING
         if self.held:
@@ -79,19 +92,38 @@ class Member:
 
     @property
     def serving(self) -> bool:
-        """Up, whatever it may take: not starting and not dead."""
-        return self._limit is not None and not self._dead and self.engine.alive
+        """Up, whatever it may take: not starting, not restarting and not dead."""
+        return self._limit is not None and self.engine.alive
 
     @property
     def limit(self) -> int:
         return self._limit.value if self._limit is not None else 1
 
-    def set_ready(self, setting: int | Literal["auto"]) -> None:
+    def join(self, setting: int | Literal["auto"], stale: str = "") -> None:
+        """It is up, and may serve, unless it is stale."""
         assert self.engine.info is not None
         self._limit = Limit(setting, self.engine.info)
+        self.has_memory_saver = self.engine.info.memory_saver
+        self._begin_anew(stale)
+        self.asleep = {}
+        self._restarting = False
+
+    def leave(self) -> None:
+        """It died, and comes back. What was given up of it stays so: it is not there until engines wake."""
+        self._limit = None
+        self._begin_anew()
+        self._restarting = True
 
     def bury(self) -> None:
-        self._dead = True
+        """It died for good."""
+        self._limit = None
+        self._begin_anew()
+        self.asleep = {}
+        self._restarting, self._dead = False, True
+
+    def _begin_anew(self, stale: str = "") -> None:
+        self.held = self.garbage = self.paused = False
+        self.stale = stale
 
     def on_load(self, load: Load) -> None:
         if self._limit is not None:
@@ -105,13 +137,24 @@ class Pool:
         engines: not started yet.
         max_inflight: per engine, or ``auto``.
         max_queued: callers that may wait for a slot.
+        restarts: whether engines that die come back.
     """
 
-    def __init__(self, engines: Sequence[Engine], max_inflight: int | Literal["auto"], max_queued: int) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        max_inflight: int | Literal["auto"],
+        max_queued: int,
+        restarts: Restarts = Restarts(),  # noqa: B008 - it is immutable
+    ) -> None:
         self.members = [Member(engine) for engine in engines]
         self.dispatcher: Dispatcher[Member] = Dispatcher(self.members, max_queued)
-        self._max_inflight = max_inflight
+        self._catch_up = CatchUp(self, restarts.timeout_s)
+        self._supervisors = [Supervisor(self, member, restarts, self._catch_up) for member in self.members]
+        self._max_inflight, self._keeps_snapshot = max_inflight, restarts.keep_snapshot
         self._busy = ""
+        self.num_changes = 0
+        """How often the whole pool was changed, or began to be."""
         self.weight_version = 0
         self.last_version = 0
         self.attached: object | None = None
@@ -123,39 +166,42 @@ class Pool:
         """Start all engines in parallel; on the first failure end the others.
 
         Args:
-            tasks: where the engines' receive loops run afterwards.
+            tasks: where each engine's lives run afterwards, and what keeps a snapshot of the weights.
 
         Raises:
             EngineStartError: of the first engine that failed.
         """
-        for member in self.members:
-            self._watch(member)
+        for member, supervisor in zip(self.members, self._supervisors, strict=True):
+            self._watch(member, supervisor)
         await in_parallel(member.engine.start for member in self.members)
-        for member in self.members:
-            self._admit(member, tasks)
+        for member, supervisor in zip(self.members, self._supervisors, strict=True):
+            if member.state is EngineState.STARTING:
+                self.admit(member)
+            tasks.start_soon(supervisor.run)
         versions = [member.engine.info.weight_version for member in self.serving if member.engine.info]
         self.weight_version = self.last_version = max(versions, default=0)
+        if self._keeps_snapshot:
+            tasks.start_soon(self._catch_up.keep)
         self.changed()
 
-    def _watch(self, member: Member) -> None:
+    def _watch(self, member: Member, supervisor: Supervisor) -> None:
         def on_load(load: Load) -> None:
             member.on_load(load)
             self.dispatcher.wake()
 
         member.engine.on_load = on_load
-        member.engine.on_death = lambda error: self._bury(member, error)
+        member.engine.on_death = supervisor.on_death
 
-    def _admit(self, member: Member, tasks: TaskGroup) -> None:
-        if member.state is EngineState.DEAD:
-            return
-        member.set_ready(self._max_inflight)
+    def admit(self, member: Member, stale: str = "") -> None:
+        """It is up: let it serve, unless ``stale`` says why its weights are not the trainer's."""
+        member.join(self._max_inflight, stale)
         for warning in member.engine.info.warnings if member.engine.info else ():
             _log.warning("%s: %s", member.name, warning)
-        tasks.start_soon(member.engine.run)
+        self.changed()
 
-    def _bury(self, member: Member, error: Exception) -> None:
+    def bury(self, member: Member, error: Exception) -> None:
+        """It is dead for good."""
         member.bury()
-        _log.error("%s", error)
         if all(other.state is EngineState.DEAD for other in self.members):
             gone = NoEngineError(f"every engine of the pool is dead; the last: {error}")
             gone.__cause__ = error
@@ -170,6 +216,27 @@ class Pool:
         """The members that are up, ready or not."""
         return [member for member in self.members if member.serving]
 
+    @property
+    def restarting(self) -> list[Member]:
+        """The members that died and come back."""
+        return [member for member in self.members if member.state is EngineState.RESTARTING]
+
+    @property
+    def busy(self) -> str:
+        """What changes the whole pool now; empty if nothing does."""
+        return self._busy
+
+    @property
+    def has_its_memory(self) -> bool:
+        """Engines may be started: none has given up memory, which the trainer would use."""
+        gone = EngineState.DEAD
+        return self._busy != SLEEP and not any(member.asleep for member in self.members if member.state is not gone)
+
+    @property
+    def is_settled(self) -> bool:
+        """No weight sync is under way, or was the last to fail with weights half loaded."""
+        return self.last_version == self.weight_version
+
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
         """For a change of the whole pool: a sync, a sleep, a wake.
@@ -180,10 +247,17 @@ class Pool:
         if self._busy:
             raise LifecycleError(f"{what} cannot begin: {self._busy} is under way on this rollout")
         self._busy = what
+        self.num_changes += 1
+        self._tell()
         try:
             yield
         finally:
             self._busy = ""
+            self._tell()
+
+    async def call_off_restarts(self) -> None:
+        """End what is being restarted, and return once its memory is free. It begins again once engines are awake."""
+        await in_parallel(supervisor.call_off for supervisor in self._supervisors)
 
     def hold(self, members: Sequence[Member]) -> None:
         """Let work for them wait."""
@@ -207,21 +281,44 @@ class Pool:
 
     def changed(self) -> None:
         """Act on changed states: give out work, or refuse it where none could ever be taken as things are."""
-        states = {member.state for member in self.members}
-        if states & {EngineState.READY, EngineState.HELD, EngineState.STARTING}:
-            self.dispatcher.refuse(None)
-        elif EngineState.STALE in states:
-            reason = next(member.stale for member in self.members if member.state is EngineState.STALE)
-            self.dispatcher.refuse(StaleWeightsError(f"no engine has the trainer's weights: {reason}; sync first"))
-        elif EngineState.ASLEEP in states:
-            tags = sorted({tag for member in self.members for tag in member.asleep})
-            self.dispatcher.refuse(LifecycleError(f"the engines are asleep ({', '.join(tags)}): call wake() first"))
+        self.dispatcher.refuse(self._refusal())
         self.dispatcher.wake()
         self._tell()
+
+    def _refusal(self) -> Exception | None:
+        """Why no engine can take work before something else is done; ``None`` if one can, or will by itself."""
+        states = {member.state for member in self.members}
+        if states & {EngineState.READY, EngineState.HELD, EngineState.STARTING}:
+            return None
+        stale = next((member.stale for member in self.members if member.state is EngineState.STALE), None)
+        may_return = EngineState.RESTARTING in states and self.has_its_memory
+        if may_return and (stale is None or self.is_settled):  # else it will be stale, as the others are
+            return None
+        if stale is not None:
+            return StaleWeightsError(f"no engine has the trainer's weights: {stale}; sync first")
+        tags = sorted({tag for member in self.members for tag in member.asleep})
+        return LifecycleError(f"the engines are asleep ({', '.join(tags)}): call wake() first") if tags else None
 
     def _tell(self) -> None:
         for watcher in tuple(self.watchers):
             watcher()
+
+    @contextmanager
+    def watched_by(self, watcher: Callable[[], None]) -> Iterator[None]:
+        """Call ``watcher`` after each change. It must not fail."""
+        self.watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self.watchers.remove(watcher)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until ``condition`` holds, which is asked after each change. If it does already, nothing else runs."""
+        changed = asyncio.Event()
+        with self.watched_by(changed.set):
+            while not condition():
+                changed.clear()
+                await changed.wait()
 
     async def until_open(self) -> None:
         """Wait while no engine takes work and one may again: while they are asleep, or stale.
@@ -230,16 +327,10 @@ class Pool:
             NoEngineError: they are all dead.
             LifecycleError: the pool is closed.
         """
-        changed = asyncio.Event()
-        self.watchers.append(changed.set)
-        try:
-            while (refusal := self.dispatcher.refusal) is not None:
-                if self.dispatcher.closed:
-                    raise fresh(refusal)
-                changed.clear()
-                await changed.wait()
-        finally:
-            self.watchers.remove(changed.set)
+        await self.until(lambda: self.dispatcher.refusal is None or self.dispatcher.closed)
+        if self.dispatcher.closed:
+            assert self.dispatcher.refusal is not None
+            raise fresh(self.dispatcher.refusal)
 
     def shut(self, reason: Exception) -> None:
         """Take no work any more: what waits for a slot, and what comes, fails with ``reason``."""
@@ -247,5 +338,7 @@ class Pool:
         self._tell()
 
     async def close(self) -> None:
-        """End all engines, in parallel."""
+        """End all engines, in parallel, and restarts that are under way."""
+        for supervisor in self._supervisors:
+            supervisor.stop()
         await in_parallel(member.engine.close for member in self.members)

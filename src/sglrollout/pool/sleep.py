@@ -11,7 +11,7 @@ import anyio
 
 from sglrollout.concurrency import to_the_end
 from sglrollout.errors import ConfigError, DeviceMemoryError, LifecycleError, NoEngineError, RolloutError
-from sglrollout.pool.pool import Member, Pool
+from sglrollout.pool.pool import SLEEP, EngineState, Member, Pool
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
 """What an engine can give up, in the order in which it does."""
@@ -50,26 +50,31 @@ class SleepReport:
 async def sleep(pool: Pool, tags: Sequence[str], drain_s: float, timeout_s: float) -> SleepReport:
     """Give memory back. What runs has ``drain_s`` to end, and is aborted then.
 
+    Restarts that are under way are called off; they begin again once all is awake.
+
     Raises:
         ConfigError, LifecycleError: nothing was done.
     """
     begun = time.monotonic()
     members = pool.serving
     _check_tags(tags)
-    if not members:
+    if not members and not pool.restarting:
         raise NoEngineError("every engine of the pool is dead")
-    _check_memory_saver(members)
-    for member in members:
+    _check_memory_saver(pool.members)
+    for member in [*members, *pool.restarting]:
         twice = [tag for tag in tags if tag in member.asleep]
         if twice:
             raise LifecycleError(f"{member.name}'s {twice[0]} is asleep already")
     freed: dict[str, dict[str, int]] = {member.name: {} for member in members}
-    with pool.exclusive("sleep"):
+    with pool.exclusive(SLEEP):
         pool.hold(members)
         try:
+            await pool.call_off_restarts()
             await _drain(pool, members, drain_s)
             await to_the_end(partial(_sleep_one, member, tags, freed[member.name], timeout_s) for member in members)
             memory = {member.name: await _memory(member, timeout_s) for member in members}
+            for member in pool.restarting:
+                member.asleep.update(dict.fromkeys(tags, 0))
         finally:
             with anyio.CancelScope(shield=True):
                 await _settle(pool, members, timeout_s)
@@ -88,7 +93,7 @@ async def wake(pool: Pool, tags: Sequence[str] | None, timeout_s: float) -> None
         ConfigError, LifecycleError, DeviceMemoryError: nothing was done.
     """
     members = pool.serving
-    asleep = {tag for member in members for tag in member.asleep}
+    asleep = {tag for member in [*members, *pool.restarting] for tag in member.asleep}
     if tags is None:
         tags = [tag for tag in TAGS if tag in asleep]
     else:
@@ -100,6 +105,8 @@ async def wake(pool: Pool, tags: Sequence[str] | None, timeout_s: float) -> None
         pool.hold(members)
         try:
             await wake_members(members, tags, timeout_s)
+            for member in pool.restarting:
+                member.asleep = {tag: size for tag, size in member.asleep.items() if tag not in tags}
         finally:
             with anyio.CancelScope(shield=True):
                 await _settle(pool, members, timeout_s)
@@ -207,5 +214,5 @@ def _check_tags(tags: Sequence[str]) -> None:
 
 def _check_memory_saver(members: Sequence[Member]) -> None:
     for member in members:
-        if member.engine.info is None or not member.engine.info.memory_saver:
+        if member.state is not EngineState.DEAD and not member.has_memory_saver:
             raise LifecycleError(f"{member.name} cannot sleep: it needs RolloutConfig(memory_saver=True), on a GPU")

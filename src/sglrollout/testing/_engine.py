@@ -5,9 +5,11 @@ May import engine, wire and errors.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 import anyio
@@ -34,6 +36,7 @@ class EngineOptions(TypedDict, total=False):
     kv_usage: float
     memory_saver: bool
     fail_start: str | None
+    fail_restart: Callable[[int], str | None] | None
     fail_request: Callable[[Request], str | None] | None
     fail_command: Callable[[str], str | None] | None
     hang: bool
@@ -61,6 +64,7 @@ class FakeEngine(ABC, Generic[T]):
         kv_usage: float = 0.0,
         memory_saver: bool = False,
         fail_start: str | None = None,
+        fail_restart: Callable[[int], str | None] | None = None,
         fail_request: Callable[[Request], str | None] | None = None,
         fail_command: Callable[[str], str | None] | None = None,
         hang: bool = False,
@@ -68,15 +72,18 @@ class FakeEngine(ABC, Generic[T]):
         self.name, self.max_running, self.start_s = name, max_running, start_s
         self.context_length, self.vocab_size, self.deterministic = context_length, vocab_size, deterministic
         self.kv_usage, self.memory_saver = kv_usage, memory_saver
-        self.fail_start, self.fail_request, self.fail_command = fail_start, fail_request, fail_command
+        self.fail_start, self.fail_restart = fail_start, fail_restart
+        self.fail_request, self.fail_command = fail_request, fail_command
         self.devices: Sequence[str] = ()
         self.info: EngineInfo | None = None
         self.load: Load | None = None
         self.on_load: Callable[[Load], None] | None = None
         self.on_death: Callable[[Exception], None] | None = None
         self.commands: list[str] = []
-        self.num_submitted = self.peak_running = 0
-        self._weight_version, self._hang, self._paused = weight_version, hang, False
+        self.num_submitted = self.peak_running = self.num_starts = 0
+        self.weights = self._first_version = self._weight_version = weight_version
+        self._hang, self._paused, self._loaded = hang, False, False
+        self._export: int | None = None
         self._waiting: OrderedDict[Request, T] = OrderedDict()
         self._running: dict[Request, T] = {}
         self._times_asked: dict[tuple[int, ...], int] = {}
@@ -116,23 +123,37 @@ class FakeEngine(ABC, Generic[T]):
         return self._stage
 
     async def start(self) -> EngineInfo:
-        """Come up after ``start_s``.
+        """Come up after ``start_s``, with the weights that it had at first. It may start again once it is dead.
 
         Raises:
-            EngineStartError: ``fail_start`` is set, or it was started, ended or closed before.
+            EngineStartError: ``fail_start`` or ``fail_restart`` says so, or it is up, starting or closed.
         """
-        if self._stage != "not started":
+        if self._stage not in ("not started", "dead"):
             raise EngineStartError(self.name, f"it cannot start: it is {self._stage}")
-        self._stage = "starting"
-        await anyio.sleep(self.start_s)
-        if self.fail_start is not None:
-            self._stage = "dead"
-            raise EngineStartError(self.name, self.fail_start)
+        self._begin_life()
+        try:
+            await anyio.sleep(self.start_s)
+        except BaseException:
+            if self._stage == "starting":
+                self._stage = "not started"
+            raise
         if self._stage != "starting":
             raise EngineStartError(self.name, f"it ended while it was starting: {self._death or self._stage}")
-        self._stage = "ready"
+        reason = self.fail_start
+        if reason is None and self.num_starts > 1 and self.fail_restart is not None:
+            reason = self.fail_restart(self.num_starts - 1)
+        if reason is not None:
+            self._stage = "dead"
+            raise EngineStartError(self.name, reason)
+        self._stage, self._death = "ready", None
         self.info = self._describe()
         return self.info
+
+    def _begin_life(self) -> None:
+        self._stage, self.info, self.load = "starting", None, None
+        self.num_starts += 1
+        self.weights = self._weight_version = self._first_version
+        self._paused = self._loaded = False
 
     def _describe(self) -> EngineInfo:
         return EngineInfo(
@@ -168,13 +189,19 @@ class FakeEngine(ABC, Generic[T]):
         self._death = EngineDiedError(self.name, reason)
         for request in self._empty():
             request.end(Finish("error", message=reason), self._death)
+        self._drop_export()
         if started and self.on_death is not None:
             self.on_death(self._death)
+
+    async def kill(self, reason: str) -> None:
+        """As :meth:`die`."""
+        self.die(reason)
 
     async def close(self) -> None:
         """End; what it holds ends with a ``LifecycleError``."""
         if self._stage != "dead":
             self._stage = "closed"
+        self._drop_export()
         message = "the rollout was closed"
         for request in self._empty():
             request.end(Finish("abort", message=message), LifecycleError(message))
@@ -306,6 +333,8 @@ class FakeEngine(ABC, Generic[T]):
         return {"attached": False}
 
     def _resume(self, version: int, flush: bool) -> dict[str, Any]:
+        if self._loaded:
+            self.weights, self._loaded = version, False
         self.weight_version, self._paused = version, False
         self._changed()
         return {"ranks": [{"flush_s": 0.0, "resume_s": 0.0}]}
@@ -330,6 +359,27 @@ class FakeEngine(ABC, Generic[T]):
     def _parse_tool_calls(self, text: str, tools: list[dict[str, Any]], parser: str) -> dict[str, Any]:
         return parse_tool_calls(text, tools, parser)
 
+    def _load_portable(self, **arguments: Any) -> dict[str, Any]:
+        self._loaded = True
+        return {}
+
+    def _export_weights(self) -> dict[str, Any]:
+        """As a scheduler does: a file without a name, in which there is one number."""
+        self._drop_export()
+        self._export = os.memfd_create("sglrollout-weights")
+        os.write(self._export, str(self.weights).encode())
+        return {"version": self._weight_version, "ranks": [{"pid": os.getpid(), "fd": self._export}]}
+
+    def _drop_export(self) -> dict[str, Any]:
+        if self._export is not None:
+            os.close(self._export)
+            self._export = None
+        return {}
+
+    def _adopt_weights(self, paths: list[str]) -> dict[str, Any]:
+        self.weights = int(Path(paths[0]).read_bytes())
+        return {}
+
     def _nothing(self, **arguments: Any) -> dict[str, Any]:
         return {}
 
@@ -341,8 +391,11 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "describe_weights": FakeEngine._describe_weights,
     "detach_weights": FakeEngine._nothing,
     "begin_portable": FakeEngine._nothing,
-    "load_portable": FakeEngine._nothing,
+    "load_portable": FakeEngine._load_portable,
     "end_portable": FakeEngine._nothing,
+    "export_weights": FakeEngine._export_weights,
+    "drop_export": FakeEngine._drop_export,
+    "adopt_weights": FakeEngine._adopt_weights,
     "sleep": FakeEngine._nothing,
     "wake": FakeEngine._nothing,
     "memory": FakeEngine._memory,

@@ -92,15 +92,18 @@ class ScriptedEngine(FakeEngine[_Answer]):
         kv_usage: the share of the KV cache that load reports give.
         memory_saver: whether it can sleep.
         fail_start: the message of the ``EngineStartError`` that ends :meth:`start`, after ``start_s``.
+        fail_restart: gives a reason to fail a start after a death, by its number (1 is the first), or ``None``.
         fail_request: gives a reason to fail a request, or ``None``.
         fail_command: gives a reason to fail a command, by its name, or ``None``.
-        die_after: tokens, over all requests, after which the engine dies.
+        die_after: tokens, over all requests, after which the engine dies, once.
         hang: make no tokens while this is true.
 
     Attributes:
         submitted: every request that came, in order.
         aborted: those that were aborted before they ended, in order.
         commands: names of the commands that came, in order.
+        weights: the version whose weights it holds, while ``weight_version`` is what it calls them.
+        num_starts: how often it was started.
         peak_running: the most requests that ran at once.
         num_tokens: tokens made so far.
     """
@@ -177,4 +180,5 @@ class ScriptedEngine(FakeEngine[_Answer]):
         if ended or answer.num_made - answer.num_sent >= max(1, answer.request.chunk_tokens):
             self._hand_over(answer, answer.finish if ended else None)
         if self.die_after is not None and self.num_tokens >= self.die_after:
-            self.die(f"it was told to die after {self.die_after} tokens")
+            most, self.die_after = self.die_after, None
+            self.die(f"it was told to die after {most} tokens")

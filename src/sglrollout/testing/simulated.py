@@ -92,8 +92,8 @@ class SimulatedEngine(FakeEngine[_Run]):
             at the end.
         **options: ``max_running`` (requests that run at once; more wait in the engine, first come first served),
             ``start_s``, ``context_length``, ``vocab_size``, ``deterministic``, ``weight_version``, ``kv_usage``,
-            ``memory_saver``, ``fail_start``, ``fail_request``, ``fail_command`` and ``hang``, as those of
-            :class:`ScriptedEngine`.
+            ``memory_saver``, ``fail_start``, ``fail_restart``, ``fail_request``, ``fail_command`` and ``hang``, as
+            those of :class:`ScriptedEngine`.
 
     Attributes:
         num_submitted: requests that came.
@@ -130,6 +130,10 @@ class SimulatedEngine(FakeEngine[_Run]):
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s: float | None = None
         self._reported_s = -math.inf
+        self._over = anyio.Event()
+
+    def _begin_life(self) -> None:
+        super()._begin_life()
         self._over = anyio.Event()
 
     async def run(self) -> None:

@@ -49,6 +49,18 @@ class Leader:
         """What an engine is called among those of all ranks."""
         self.num_bytes = 0
 
+    async def muster(self) -> None:
+        """If no engine is up, wait for one that is restarted, as long as a phase may take. One that died asleep is
+        restarted now: a sync wakes engines."""
+        pool = self.pool
+        if pool.serving or pool.busy:
+            return
+        for member in pool.restarting:
+            member.asleep = {}
+        pool.changed()
+        with anyio.move_on_after(self._timeout_s):
+            await pool.until(lambda: pool.serving or not pool.restarting)
+
     def facts(self) -> list[EngineFacts]:
         """The engines that are up now, which are those of this sync."""
         self.members = self.pool.serving
@@ -154,6 +166,8 @@ class Leader:
         for member in self.members:
             member.stale = ""
             member.garbage = member.paused = False
+        for member in self.pool.restarting:
+            member.asleep = {}  # all others are awake
         self.pool.weight_version = version
         self.pool.release(self.members)
 

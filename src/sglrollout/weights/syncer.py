@@ -182,12 +182,11 @@ class WeightSyncer:
                 if self._leader is None or self._leader.pool is not pool:
                     self._leader = Leader(pool, self._timeout_s)
                 leader = self._leader
+                if what != "verify":
+                    await leader.muster()
                 scope.enter_context(pool.exclusive(what))
-                asleep = [member.name for member in pool.members if member.asleep]
-                if what == "verify" and asleep:
-                    raise LifecycleError(f"{asleep[0]} is asleep: sync, which wakes it, and then verify")
-                if what == "verify" and not self._is_attached(leader):
-                    raise LifecycleError("another weight syncer has sent its weights since: sync again, then verify")
+                if what == "verify":
+                    self._refuse_to_verify(leader)
         except Exception as error:
             failure = error
 
@@ -199,6 +198,16 @@ class WeightSyncer:
             scope.close()
             await self._phases.run(phase, refuse)
         return leader, scope
+
+    def _refuse_to_verify(self, leader: Leader) -> None:
+        """Raise LifecycleError if this rank's engines are not those of this syncer's last sync, all awake."""
+        asleep = [member.name for member in leader.pool.members if member.asleep]
+        if asleep:
+            raise LifecycleError(f"{asleep[0]} is asleep: sync, which wakes it, and then verify")
+        if not self._is_attached(leader):
+            raise LifecycleError("another weight syncer has sent its weights since: sync again, then verify")
+        if self._plan is not None and self._plan.engines != leader.facts():
+            raise LifecycleError("an engine died, or was restarted, since the last sync: sync again, then verify")
 
     async def _sync(self, leader: Leader | None, mode: PauseMode, version: int | None, begun: float) -> SyncReport:
         plan_s, moving = 0.0, False

@@ -12,7 +12,7 @@ import msgspec
 
 from sglrollout.boxes import Box
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 # ---------------------------------------------------------------- both ways
@@ -72,6 +72,9 @@ CommandName: TypeAlias = Literal[
     "load_portable",
     "end_portable",
     "checksum_weights",
+    "export_weights",
+    "drop_export",
+    "adopt_weights",
     "sleep",
     "wake",
     "memory",

@@ -1,0 +1,193 @@
+"""How an engine that was restarted gets the current weights: from one that has them, or from a kept snapshot of them.
+
+They go through anonymous files in memory, one for each TP rank: nothing is left of them once no process holds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import anyio
+
+from sglrollout.errors import EngineError, RolloutError
+
+if TYPE_CHECKING:
+    from sglrollout.pool.pool import Member, Pool
+
+_TRIES = 3
+_DROP_S = 2.0
+_log = logging.getLogger("sglrollout.pool")
+
+
+class Snapshot:
+    """The weights of one version, by TP rank in a file that this process holds. Close it."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self._fds: list[int] = []
+
+    def open(self, pid: int, fd: int) -> None:
+        """Take a file that another process holds open.
+
+        Raises:
+            OSError: it does not any more.
+        """
+        self._fds.append(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+
+    @property
+    def paths(self) -> list[str]:
+        """Where another process of this user's finds the files, by TP rank."""
+        return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]
+
+    def close(self) -> None:
+        """Give the memory back, whoever else holds the files: a process that was forked from this one does."""
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.ftruncate(fd, 0)
+            os.close(fd)
+
+
+class CatchUp:
+    """Brings engines the weights that the pool's engines have.
+
+    Args:
+        pool: whose engines.
+        timeout_s: for one engine to write its weights, and for one to take them.
+    """
+
+    def __init__(self, pool: Pool, timeout_s: float) -> None:
+        self._pool, self._timeout_s = pool, timeout_s
+        self._kept: Snapshot | None = None
+        self._latest = 0
+        """The latest version of which a snapshot was made, or tried to be."""
+        self._lock = anyio.Lock()
+
+    async def bring(self, member: Member) -> str:
+        """Give an engine that has come up, and is not admitted yet, the current weights.
+
+        Returns:
+            empty once it has them, and nothing has run since that was last looked at; else why it has not.
+        """
+        pool, reason = self._pool, ""
+        for _ in range(_TRIES):
+            await pool.until(lambda: not pool.busy)
+            version = pool.weight_version
+            if not pool.is_settled:
+                return "it was restarted after a weight sync that failed"
+            if member.engine.info is not None and member.engine.info.weight_version == version:
+                return ""  # there was no sync yet
+            if self._kept_of(version) is None and self._peer(member) is None:
+                return "it was restarted with its start-up weights, and no engine has others to give"
+            try:
+                has_them = await self._adopt(member, version)
+            except (EngineError, OSError) as error:
+                reason = f"it was restarted, and could not get the weights of another engine: {error}"
+                _log.warning("%s: %s", member.name, reason)
+                continue
+            await pool.until(lambda: not pool.busy)
+            if has_them and pool.weight_version == version and pool.is_settled:
+                return ""
+            reason = "it was restarted, and whenever it had got weights there were others already"
+        return reason
+
+    async def _adopt(self, member: Member, version: int) -> bool:
+        """Give it the weights of that version; whether they could be had."""
+        kept = self._kept_of(version)
+        if kept is not None:
+            await self._hand_over(kept, member)
+            return True
+        snapshot = await self._export(member)
+        if snapshot is None:
+            return False
+        try:
+            await self._hand_over(snapshot, member)
+        finally:
+            snapshot.close()
+        return snapshot.version == version
+
+    async def _hand_over(self, snapshot: Snapshot, member: Member) -> None:
+        await member.engine.command("adopt_weights", self._timeout_s, paths=snapshot.paths)
+        await member.engine.command("resume", self._timeout_s, version=snapshot.version, flush=True)
+
+    # ------------------------------------------------------------ export
+
+    def _peer(self, like: Member | None = None) -> Member | None:
+        """The idlest engine that has the current weights, and as many TP ranks as ``like``."""
+        peers = [member for member in self._pool.members if member.ready and (like is None or _are_alike(member, like))]
+        return min(peers, key=self._pool.dispatcher.num_inflight, default=None)
+
+    async def _export(self, like: Member | None = None) -> Snapshot | None:
+        """The current weights, from an engine that has them; ``None`` if none has, or they began to change meanwhile.
+
+        Raises:
+            EngineError, OSError: that engine failed.
+        """
+        pool = self._pool
+        async with self._lock:  # an engine holds one at a time
+            peer = self._peer(like)
+            if peer is None or pool.busy:
+                return None
+            snapshot, num_changes = Snapshot(pool.weight_version), pool.num_changes
+            with anyio.CancelScope() as scope, pool.watched_by(lambda: scope.cancel() if pool.busy else None):
+                await self._fill(snapshot, peer)
+            if pool.num_changes == num_changes:
+                return snapshot
+            snapshot.close()
+            return None
+
+    async def _fill(self, snapshot: Snapshot, peer: Member) -> None:
+        try:
+            answer = await peer.engine.command("export_weights", self._timeout_s)
+            for rank in answer["ranks"]:
+                snapshot.open(rank["pid"], rank["fd"])
+        except BaseException:
+            snapshot.close()
+            raise
+        finally:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(_DROP_S), contextlib.suppress(RolloutError):
+                await peer.engine.command("drop_export", _DROP_S)
+
+    # ------------------------------------------------------------ a kept snapshot
+
+    async def keep(self) -> None:
+        """Keep a snapshot of each version, from soon after its sync until the next one."""
+        pool = self._pool
+        self._latest = pool.weight_version
+        try:
+            while True:
+                await pool.until(lambda: pool.weight_version > self._latest and not pool.busy)
+                self._drop_kept()
+                self._latest = await self._keep_one()
+        finally:
+            self._drop_kept()
+
+    async def _keep_one(self) -> int:
+        """Make a snapshot of the version of now; that version."""
+        pool, version = self._pool, self._pool.weight_version
+        for _ in range(_TRIES):
+            await pool.until(lambda: not pool.busy and (pool.weight_version != version or self._peer() is not None))
+            if pool.weight_version != version:
+                break
+            try:
+                self._kept = await self._export()
+            except (EngineError, OSError) as error:
+                _log.warning("a snapshot of weight version %d could not be made: %s", version, error)
+            if self._kept is not None:
+                break
+        return version
+
+    def _kept_of(self, version: int) -> Snapshot | None:
+        return self._kept if self._kept is not None and self._kept.version == version else None
+
+    def _drop_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
+
+
+def _are_alike(one: Member, other: Member) -> bool:
+    infos = one.engine.info, other.engine.info
+    return infos[0] is not None and infos[1] is not None and infos[0].tp_size == infos[1].tp_size
