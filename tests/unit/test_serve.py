@@ -188,7 +188,7 @@ async def test_another_model_is_not_found(served: Serving) -> None:
         b'"a"',
         b"\xff",
         b'{"model": NaN}',
-        b'{"user": 1e999}',
+        json.dumps({**ASK, "user": 0}).encode()[:-2] + b"1e999}",
         b'{"user": "\\ud800"}',
         b"[" * 100_000,
         b'{"a":' * 5000,

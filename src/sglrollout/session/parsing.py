@@ -18,6 +18,7 @@ UserParser: TypeAlias = Callable[[str], tuple[str, Sequence[tuple[str, Any]]]]
 """``(text) -> (content, calls)``: the text without its calls, and each call's name and arguments.
 
 The text has special tokens in it, and ends before the token that ended it. Arguments are a mapping or its JSON text.
+It is called on a thread, and has ``PARSE_S`` seconds.
 """
 
 PARSE_S = 10.0
