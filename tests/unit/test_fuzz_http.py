@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FUZZ = settings(
-    max_examples=150,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     database=None,
