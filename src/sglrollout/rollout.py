@@ -154,7 +154,7 @@ class AsyncRolloutEngine:
             self._check_loop()
             self._stop.set()
             with anyio.CancelScope(shield=True):
-                await asyncio.wait([self._runner])
+                await _until_done(self._runner)
         if not self._runner.cancelled():
             self._runner.result()
 
@@ -663,6 +663,18 @@ def config_of(
         rule = "holds every option, so none may be given beside it: use config.replace(...)"
         raise ConfigError("config", sorted(given), rule)
     return config
+
+
+async def _until_done(task: asyncio.Task[None]) -> None:
+    """Wait for its end, which has deadlines, also when cancelled meanwhile: by Ctrl-C, from which no scope shields."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _failover(config: RolloutConfig) -> Failover:

@@ -47,6 +47,23 @@ async def starting(model: str) -> None:
     await rollout.generate(["as soon as it is there"] * 4, n=4, sampling=LONG)
 
 
+async def syncing(model: str) -> None:
+    weights = load_file(Path(model, "model.safetensors"))
+    async with sr.AsyncRolloutEngine(model, device="cpu", context_length=512) as rollout:
+        async with sr.WeightSyncer(rollout, sr.TensorSource(weights)) as syncer:
+            await syncer.sync()
+            say("syncing")
+            while True:
+                await syncer.sync()
+
+
+async def closing(model: str) -> None:
+    rollout = await sr.AsyncRolloutEngine(model, device="cpu", context_length=512).start()
+    say("closing")
+    await rollout.close()
+    await asyncio.sleep(600)
+
+
 async def forgetting_to_close(model: str) -> None:
     rollout = sr.AsyncRolloutEngine(model, device="cpu")
     await rollout.start()

@@ -1101,3 +1101,20 @@ def test_a_bad_call_is_refused_where_it_is_made(call: Any, field: str) -> None:
 def test_a_config_stands_alone(options: dict[str, Any]) -> None:
     with pytest.raises(sr.ConfigError, match="none may be given beside it"):
         sr.AsyncRolloutEngine(config=CONFIG, **options)
+
+
+async def test_a_close_that_is_cancelled_ends_all_engines_first() -> None:
+    class SlowToEnd(ScriptedEngine):
+        async def close(self) -> None:
+            await anyio.sleep(0.1)
+            await super().close()
+
+    engine = SlowToEnd()
+    rollout = await rollout_of(engine).start()
+    closing = asyncio.ensure_future(rollout.close())
+    for _ in range(2):  # as by Ctrl-C, once and again
+        await asyncio.sleep(0.01)
+        closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert engine.stage == "closed"
