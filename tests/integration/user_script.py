@@ -49,12 +49,14 @@ async def starting(model: str) -> None:
 
 async def syncing(model: str) -> None:
     weights = load_file(Path(model, "model.safetensors"))
-    async with sr.AsyncRolloutEngine(model, device="cpu", context_length=512) as rollout:
-        async with sr.WeightSyncer(rollout, sr.TensorSource(weights)) as syncer:
+    async with (
+        sr.AsyncRolloutEngine(model, device="cpu", context_length=512) as rollout,
+        sr.WeightSyncer(rollout, sr.TensorSource(weights)) as syncer,
+    ):
+        await syncer.sync()
+        say("syncing")
+        while True:
             await syncer.sync()
-            say("syncing")
-            while True:
-                await syncer.sync()
 
 
 async def closing(model: str) -> None:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sglrollout.serve import body as serve_body
+from sglrollout.serve import server as serve_server
 from tests.serving import ASK, MODEL, Serving, error_of, events_of, serving, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -395,6 +396,26 @@ async def test_a_body_that_trickles_is_given_up_at_the_deadline(
     assert answer.status == 408
     assert time.monotonic() - begun < 2
     check_raw(answer)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [b""],
+        [b"GET / HT"],
+        [b"GET /health HTTP/1.1\r\n"] + [b"X-A: b\r\n"] * 30,
+        [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /he"],
+    ],
+    ids=["nothing", "half a line", "headers that trickle", "half a head after an answer"],
+)
+async def test_a_connection_on_which_no_whole_head_comes_is_closed(
+    served: Serving, monkeypatch: pytest.MonkeyPatch, sent: list[bytes]
+) -> None:
+    monkeypatch.setattr(serve_server, "HEAD_S", 0.2)
+    with anyio.fail_after(2):
+        async with connected(served, *sent, pause_s=0.02) as reader:
+            while await reader.read(4096):
+                pass
 
 
 async def test_slow_and_silent_clients_do_not_keep_others_from_being_served(served: Serving) -> None:

@@ -352,3 +352,12 @@ def test_sglang_is_not_asked_to_log_requests(config: sr.RolloutConfig) -> None:
     given = server_args(config, Placement("cpu", ()), 0)
     assert not {"log_requests", "log_requests_level", "crash_dump_folder"} & given.keys()
     assert given["log_level"] != "debug"
+
+
+def test_what_an_engine_wrote_before_it_died_is_not_sent_to_clients_of_the_endpoint() -> None:
+    died = sr.EngineDiedError("engine-0", "its host is gone", "a line of its log")
+    for error in (died, sr.NoEngineError(f"every engine of the pool is dead; the last: {died}")):
+        problem = problem_of(error)
+        assert problem.status == 503
+        assert "its host is gone" in problem.message
+        assert "a line of its log" not in problem.message

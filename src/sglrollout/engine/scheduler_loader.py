@@ -53,6 +53,8 @@ class Loader:
             self._link.send(Joined(token, engine, tp_rank))
             offer, fds = self._link.receive_with_fds(timeout_s)
             if not isinstance(offer, Offer):
+                for fd in fds:
+                    os.close(fd)
                 raise ChannelError(f"expected an offer, got {type(offer).__name__}")
             try:
                 regions = _map(offer.regions, fds)

@@ -27,8 +27,8 @@ class Stream:
     Raises (from the loop):
         ConfigError: the prompt or sampling is wrong.
         EngineRequestError: the engine failed it.
-        EngineDiedError: it lost too many engines, or the last; or one after tokens were given out, with sampling options
-            that do not let it go on from these (a grammar, penalties, stop strings).
+        EngineDiedError: it lost too many engines, or the last; or one after tokens were given out, where sampling
+            options do not let it go on from these (a grammar, penalties, stop strings).
         RequestTimeoutError: its deadline passed.
     """
 

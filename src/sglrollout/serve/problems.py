@@ -59,7 +59,8 @@ def problem_of(error: Exception) -> ProblemError:
         case QueueFullError():
             return ProblemError(429, str(error), code="queue_full")
         case NoEngineError() | LifecycleError() | StaleWeightsError() | EngineDiedError():
-            return ProblemError(503, str(error), code="unavailable")
+            first_line, *_ = str(error).splitlines()  # what follows is an engine's log, which is the trainer's alone
+            return ProblemError(503, first_line, code="unavailable")
         case EngineRequestError() if "grammar" in str(error).lower():
             return ProblemError(400, str(error), code="invalid_grammar")
         case EngineRequestError():

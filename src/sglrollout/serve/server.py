@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import anyio
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -20,6 +21,8 @@ from sglrollout.serve.service import Service
 _log = logging.getLogger("sglrollout.serve")
 
 START_S = 10.0
+HEAD_S = 20.0
+"""For a request's head to arrive whole; a connection that was served may also idle so long."""
 GRACE_S = 2
 """For answers that are being sent, when the endpoint is closed; those that are being made are ended at once."""
 
@@ -30,9 +33,36 @@ class _Config(uvicorn.Config):
 
 
 class _Protocol(H11Protocol):
+    """Ends a connection on which no whole head comes: each takes a file descriptor of the trainer's, key or no key."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.access_log = False
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is h11.IDLE:
+            self._wait_for_head()
+        else:
+            self._stop_waiting()
+
+    def _wait_for_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        timer, self._head_timer = self._head_timer, None
+        if timer is not None:
+            timer.cancel()
 
 
 class _Uvicorn(uvicorn.Server):
