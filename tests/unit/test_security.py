@@ -30,6 +30,7 @@ from sglrollout.engine.launch import server_args
 from sglrollout.engine.placement import Placement
 from sglrollout.engine.scratch import new_scratch, remove_scratch
 from sglrollout.errors import ChannelError
+from sglrollout.serve.problems import problem_of
 from sglrollout.testing import ScriptedEngine
 from sglrollout.weights.transfer import _who_joined
 from sglrollout.wire.channel import client_channel
