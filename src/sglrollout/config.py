@@ -226,6 +226,12 @@ class RolloutConfig(Options, frozen=True):
         "a grammar, a penalty or a stop string does not allow that it begins anew), begins anew, or it fails.",
     )
     max_failovers: int = Field(default=3, ge=0, description="Engines that one sample may lose before it fails.")
+    stall_timeout_s: float | None = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds without a sign of progress, while requests run in it, after which an engine is taken to "
+        "hang and is ended; until its first tokens it has start_timeout_s. None is never.",
+    )
     max_restarts: int = Field(
         default=3,
         ge=0,

@@ -33,6 +33,7 @@ from sglrollout.observe import progress as _progress
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.pool.sleep import TAGS, SleepReport, sleep, wake
 from sglrollout.pool.supervisor import Restarts
+from sglrollout.pool.watchdog import Watchdog
 from sglrollout.serve.endpoint import OpenAIEndpoint
 from sglrollout.session.episode import Episode, play_episode
 from sglrollout.session.parsing import UserParser
@@ -193,6 +194,8 @@ class AsyncRolloutEngine:
         pool = self._pool = Pool(engines, config.max_inflight, config.max_queued, _restarts(config))
         try:
             tokenizer = await self._bring_up(pool, tasks)
+            if config.stall_timeout_s is not None:
+                tasks.start_soon(Watchdog(pool, config.stall_timeout_s, config.start_timeout_s).run)
             info = pool.members[0].engine.info
             assert info is not None
             self._ready = Ready(Sampler(pool, tokenizer, info, tasks, _failover(self.config)), tasks)

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from sglrollout.engine.client import EngineClient
@@ -12,7 +15,7 @@ from sglrollout.engine.protocol import Request
 from sglrollout.errors import EngineDiedError, EngineRequestError, EngineStartError
 from sglrollout.testing import ScriptedEngine
 from sglrollout.wire.channel import client_channel, host_channel
-from sglrollout.wire.messages import Finish, Launch, Output, Outputs
+from sglrollout.wire.messages import Finish, Launch, Load, Output, Outputs, Reply
 
 MORE_THAN_A_SOCKET_HOLDS = [1] * 2_000_000
 
@@ -117,3 +120,45 @@ async def test_a_log_directory_that_cannot_be_made_is_a_start_error_and_leaves_n
     with pytest.raises(EngineStartError, match="its host could not be started"):
         await client.start()
     await client.close()
+
+
+async def test_commands_in_a_row_that_nobody_answered_are_counted() -> None:
+    ours, theirs = socket.socketpair()
+    client, running, _ = await running_client(ours, GoneHost())
+    client._control_timeout_s = 0.02
+    host = await host_channel(theirs)
+    with pytest.raises(EngineRequestError, match=r"was not answered within 0\.02 s"):
+        await client.command("memory")
+    assert client.num_unanswered == 1
+    client._control_timeout_s = 5.0
+
+    async def command(reply: Callable[[int], Reply]) -> None:
+        answering = asyncio.ensure_future(client.command("memory"))
+        while not client._replies:
+            await asyncio.sleep(0)
+        host.send(reply(max(client._replies)))
+        with suppress(EngineRequestError):
+            await answering
+
+    await command(lambda number: Reply(number, "TimeoutError: SGLang did not answer", True))
+    assert client.num_unanswered == 2
+    await command(lambda number: Reply(number, "RuntimeError: no"))
+    assert client.num_unanswered == 0
+    await host.close()
+    await running
+
+
+async def test_tokens_and_news_of_the_load_are_progress_and_the_same_news_again_are_not() -> None:
+    ours, theirs = socket.socketpair()
+    client, running, _ = await running_client(ours, GoneHost())
+    host = await host_channel(theirs)
+    seen: list[tuple[int, int]] = []
+    load = Load(1, 1, 0, 0.1, 0.0, 100.0, published_s=5.0)
+    for message in (load, load, msgspec.structs.replace(load, published_s=6.0), Outputs(0, [Output(9, [5], None)])):
+        host.send(message)
+        await host.drain()
+        await asyncio.sleep(0.02)
+        seen.append((client.progress, client.num_outputs))
+    assert seen == [(1, 0), (1, 0), (2, 0), (3, 1)]
+    await host.close()
+    await running

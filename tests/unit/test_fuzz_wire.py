@@ -111,7 +111,7 @@ ENDS = {
             m.LaunchFailed("no"),
             m.Outputs(3, [m.Output(1, [4, 5], [-0.5, -1.5]), m.Output(2, [], None, m.Finish("stop", "END", "", 5, 2))]),
             m.Load(1, 2, 3, 0.5, 0.25, 100.0),
-            m.Reply(3, "", {"ranks": [{"seconds": 1.0}, [1, [2, [3]]]]}),
+            m.Reply(3, "", False, {"ranks": [{"seconds": 1.0}, [1, [2, [3]]]]}),
             m.Died("it ended"),
         ),
         read_channel(client_channel),

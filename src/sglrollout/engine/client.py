@@ -90,6 +90,7 @@ class EngineClient:
     def _begin_life(self) -> None:
         self.info: EngineInfo | None = None
         self.load: Load | None = None
+        self.progress = self.num_outputs = self.num_unanswered = 0
         self._host: Launcher | None = None
         self._channel: Channel[FromHost, ToHost] | None = None
         self._requests: dict[int, Request] = {}
@@ -228,6 +229,8 @@ class EngineClient:
     def _take(self, message: FromHost) -> None:
         match message:
             case Outputs():
+                self.progress += 1
+                self.num_outputs += 1
                 requests, version = self._requests, message.weight_version
                 for output in message.outputs:
                     request = requests.get(output.request_id)
@@ -237,6 +240,7 @@ class EngineClient:
                         del requests[output.request_id]
                     request.deliver(output, version)
             case Load():
+                self.progress += self.load is None or self.load.published_s != message.published_s
                 self.load = message
                 if self.on_load is not None:
                     self.on_load(message)
@@ -346,6 +350,7 @@ class EngineClient:
             with anyio.fail_after(within_s):
                 await event.wait()
         except TimeoutError:
+            self.num_unanswered += 1
             raise EngineRequestError(self.name, f"{name} was not answered within {within_s:g} s") from None
         finally:
             self._replies.pop(command_id, None)
@@ -355,6 +360,7 @@ class EngineClient:
                 if self._death
                 else EngineRequestError(self.name, f"it was closed before {name} was answered")
             )
+        self.num_unanswered = self.num_unanswered + 1 if answers[0].timed_out else 0
         if answers[0].error:
             raise EngineRequestError(self.name, f"{name} failed: {answers[0].error}")
         return answers[0].value

@@ -117,7 +117,8 @@ class EngineHost:
             value = await getattr(self, f"_on_{command.name}")(**command.arguments)
             self._channel.send(Reply(command.command_id, value=value))
         except Exception as error:
-            self._channel.send(Reply(command.command_id, error=f"{type(error).__name__}: {error}"))
+            timed_out = isinstance(error, TimeoutError) and command.name != "parse_tool_calls"
+            self._channel.send(Reply(command.command_id, f"{type(error).__name__}: {error}", timed_out))
 
     async def _on_flush_cache(self, timeout_s: float) -> dict[str, Any]:
         await self._engine.flush_cache(timeout_s)
@@ -210,7 +211,7 @@ class EngineHost:
         last = None
         while True:
             load = self._engine.load()
-            if load != last or load.num_inflight:
+            if load.num_inflight or last is None or not load.says_the_same_as(last):
                 self._channel.send(load)
                 last = load
             await anyio.sleep(_LOAD_INTERVAL_S)

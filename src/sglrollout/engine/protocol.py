@@ -159,6 +159,15 @@ class Engine(Protocol):
     on_load: Callable[[Load], None] | None
     on_death: Callable[[Exception], None] | None
 
+    num_outputs: int
+    """How often tokens have come of it, in this life."""
+    num_unanswered: int
+    """Commands in a row that were not answered in time."""
+
+    @property
+    def progress(self) -> int:
+        """Another one with every sign that it works: tokens, or a new account that its scheduler gives of its load."""
+
     @property
     def alive(self) -> bool:
         """Started, and not ended."""

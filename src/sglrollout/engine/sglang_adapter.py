@@ -319,6 +319,7 @@ class SGLangEngine:
             kv_usage=float(last.token_usage),
             cache_hit_rate=float(last.cache_hit_rate),
             tokens_per_s=float(last.gen_throughput),
+            published_s=float(getattr(last, "timestamp", 0.0)),
         )
 
     async def flush_cache(self, timeout_s: float) -> None:

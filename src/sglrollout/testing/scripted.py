@@ -158,6 +158,7 @@ class ScriptedEngine(FakeEngine[_Answer]):
         held.num_sent = held.num_made
         logprobs = held.logprobs[part] if held.request.sampling.get("logprobs", True) else None
         output = Output(held.request.request_id, held.token_ids[part], logprobs, finish)
+        self.num_outputs += 1
         held.request.deliver(output, self._weight_version)
 
     def _changed(self) -> None:

@@ -173,12 +173,18 @@ class SimulatedEngine(FakeEngine[_Run]):
             self._deliver(run, max(run.stop, run.num_sent))
             self._schedule(run)
 
+    @property
+    def progress(self) -> int:
+        """Its own milliseconds: they go on unless it is halted."""
+        return int(1000 * self._clock())
+
     def _hand_over(self, held: _Run) -> None:
         self._deliver(held, held.num_made(self._clock()))
 
     def _deliver(self, run: _Run, num_made: int, finish: Finish | None = None) -> None:
         count, run.num_sent = num_made - run.num_sent, num_made
         if count or finish is not None:
+            self.num_outputs += 1
             logprobs = None if run.request.logprobs is None else [_LOGPROB] * count
             run.request.deliver(Output(run.request.request_id, [_TOKEN] * count, logprobs, finish), self.weight_version)
 

@@ -202,7 +202,8 @@ class Load(msgspec.Struct, tag="load", frozen=True):
     """The engine's own account of its load. ``kv_usage`` and ``cache_hit_rate`` are fractions in [0, 1].
 
     ``num_inflight`` counts the requests the host has given to SGLang and not answered, ``num_running`` and
-    ``num_waiting`` are the scheduler's (a snapshot it publishes every few steps).
+    ``num_waiting`` are the scheduler's (a snapshot it publishes every few steps, the last one at ``published_s`` on its
+    clock).
     """
 
     num_inflight: int
@@ -211,13 +212,22 @@ class Load(msgspec.Struct, tag="load", frozen=True):
     kv_usage: float
     cache_hit_rate: float
     tokens_per_s: float
+    published_s: float = 0.0
+
+    def says_the_same_as(self, other: Load) -> bool:
+        """Whether only the time is another."""
+        return msgspec.structs.replace(other, published_s=self.published_s) == self
 
 
 class Reply(msgspec.Struct, tag="reply"):
-    """Answer to a :class:`Command`: ``error`` is empty when it succeeded."""
+    """Answer to a :class:`Command`: ``error`` is empty when it succeeded.
+
+    ``timed_out``: the host waited for SGLang in vain.
+    """
 
     command_id: int
     error: str = ""
+    timed_out: bool = False
     value: dict[str, Any] = {}
 
 
