@@ -163,6 +163,10 @@ class BlockingSession(_Closing):
         """A session of its own that goes on from here."""
         return BlockingSession(self._call(_on_loop, self._inner.fork), self._call)
 
+    def wait_out_sleep(self) -> None:
+        """Let turns wait while the engines are asleep or stale, where they would raise. Another thread wakes them."""
+        self._call(_on_loop, self._inner.wait_out_sleep)
+
     def add(self, message: str | Message | Sequence[Message]) -> None:
         """Say something to the model, before its next turn."""
         self._call(_on_loop, partial(self._inner.add, message))

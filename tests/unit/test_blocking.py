@@ -422,6 +422,24 @@ def test_leaving_the_loop_over_a_collection_frees_its_slots(rollout_of: Make) ->
         assert becomes(lambda: is_idle(rollout, engine))
 
 
+def test_a_session_waits_out_sleep_until_another_thread_wakes_the_engines(rollout_of: Make) -> None:
+    with (
+        rollout_of(ScriptedEngine(memory_saver=True)) as rollout,
+        rollout.session(sampling=SHORT) as session,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        session.add_tokens(PROMPT)
+        rollout.sleep(["kv_cache"])
+        with pytest.raises(sr.LifecycleError, match="asleep"):
+            session.generate()
+        session.wait_out_sleep()
+        turn = threads.submit(session.generate)
+        with pytest.raises(TimeoutError):
+            turn.result(0.1)
+        rollout.wake()
+        assert len(turn.result(5).completion.token_ids) == 4
+
+
 def test_a_session_takes_turns_and_forks(rollout_of: Make) -> None:
     with rollout_of(ScriptedEngine()) as rollout:
         with rollout.session(sampling=SHORT, max_turns=3) as session:
@@ -459,5 +477,5 @@ def test_all_that_can_be_awaited_can_be_had_without_a_loop(asynchronous: type, b
     def methods(kind: type) -> set[str]:
         return {name for name, value in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
 
-    only_async = {"aclose": "close", "wait_out_sleep": "episodes are async functions"}
+    only_async = {"aclose": "close"}
     assert methods(asynchronous) - methods(blocking) <= set(only_async)

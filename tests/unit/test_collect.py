@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import itertools
 import json
@@ -183,6 +184,30 @@ def test_a_wrong_option_is_refused_before_anything_starts(options: dict[str, Any
     with pytest.raises(sr.ConfigError) as caught:
         rollout_of().collect(prompts(3), **options)
     assert caught.value.field == field
+
+
+def test_a_report_says_in_words_what_it_counted() -> None:
+    counted = (8, 64, 12345, 12.34, 4.56, 3, 0.4, 1, 0.2, 0.125, 192.89, 0.5625, 0.4961, 1, {"zero_std": 5})
+    report = sr.CollectReport(*counted, num_resumed=2)
+    assert str(report).splitlines() == [
+        "version 3: 8 groups, 64 samples and 12,345 tokens in 12.3 s, of which the trainer waited 4.56 s",
+        "  reward 0.562 (std 0.496), 192.9 tokens per sample, 12% truncated",
+        "  staleness mean 0.4, max 1, 20% of several versions",
+        "  1 failed, 2 resumed, 5 filtered (zero_std)",
+    ]
+    quiet = dataclasses.replace(report, reward_mean=None, reward_std=None, num_failed=0, filtered={}, num_resumed=0)
+    assert str(quiet).splitlines()[1:] == [
+        "  192.9 tokens per sample, 12% truncated",
+        "  staleness mean 0.4, max 1, 20% of several versions",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted({*sr.filters.__all__} - {"Verdict"}))
+def test_what_makes_a_filter_is_no_filter(name: str) -> None:
+    factory = getattr(sr.filters, name)
+    for given in (factory, [lambda group: True, factory]):
+        with pytest.raises(sr.ConfigError, match=rf"filter must be .*did you mean {name}\(\)\?"):
+            rollout_of().collect(prompts(3), filter=given)
 
 
 @pytest.mark.parametrize("source", ["a prompt", {"prompt": [1, 2]}, 3])

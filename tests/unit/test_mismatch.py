@@ -157,6 +157,16 @@ def test_health_is_what_nemo_rl_calls_healthy(by: float, healthy: bool) -> None:
     assert mismatch(shifted(batch, by), batch).healthy is healthy
 
 
+@pytest.mark.parametrize(("older", "newer", "healthy"), [(1.0, 0.0, True), (0.0, 1.0, False)])
+def test_health_is_of_the_newest_version_alone(older: float, newer: float, healthy: bool) -> None:
+    batch = batch_of((-1.0, -2.0, -3.0))
+    batch = dataclasses.replace(batch, weight_version=torch.tensor([[-1, -1, 3, 3, 5]]))
+    report = mismatch(batch.logprobs + torch.tensor([[0, 0, older, older, newer]]), batch)
+    assert (report.version, report.healthy) == (5, healthy)
+    assert report.as_dict()["mismatch/healthy"] == healthy
+    assert report.per_version[3].healthy is not healthy
+
+
 def test_a_report_is_flat_for_loggers() -> None:
     batch = batch_of((-1.0, -2.0))
     report = mismatch(shifted(batch, 0.5), batch)
@@ -176,7 +186,7 @@ def test_a_report_says_in_words_what_it_found() -> None:
     ]
     versions = torch.tensor([[-1, -1, 3, 5]])
     text = str(mismatch(shifted(batch, 1.0), dataclasses.replace(batch, weight_version=versions)))
-    assert text.startswith("not healthy: ")
+    assert text.startswith("not healthy under version 5; of all: mult prob error")
     assert [line.split(":")[0] for line in text.splitlines()[2:]] == ["  version 3", "  version 5"]
 
 

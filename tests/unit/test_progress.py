@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,10 +17,10 @@ from sglrollout.testing import ScriptedEngine
 CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False, max_restarts=0)
 
 
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def terminal(monkeypatch: pytest.MonkeyPatch, width: int = 140) -> None:
     """Have rich take what captures stderr for a terminal."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", str(width))
 
 
 async def waited_for(num_groups: int | None, show: bool, **numbers: Any) -> None:
@@ -27,8 +28,9 @@ async def waited_for(num_groups: int | None, show: bool, **numbers: Any) -> None
     shown = {
         **{"num_queued": 7, "num_active": 12, "num_stalled": 3, "num_rewarding": 2, "num_ready": 5, "num_failed": 1},
         **{"filtered": {"zero_std": 4}, "tokens_per_s": 6543.2, "weight_version": 9, "staleness_max": 2},
+        **numbers,
     }
-    with progress.collecting(lambda: SimpleNamespace(**shown, **numbers), num_groups, show):
+    with progress.collecting(lambda: SimpleNamespace(**shown), num_groups, show):
         await anyio.sleep(0.6)
 
 
@@ -41,6 +43,24 @@ async def test_a_terminal_shows_what_is_active_queued_stalled_filtered_and_how_s
     assert shown.out == ""
     for part in ("active", "queued", "stalled", "5/8", "4 zero_std", "6,543", "weight version 9"):
         assert part in shown.err
+
+
+@pytest.mark.parametrize("width", [80, 60])
+async def test_a_narrow_terminal_shows_all_of_it(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal(monkeypatch, width)
+    filtered = {"zero_std": 120, "mean_reward_low": 34, "[too long]": 5, "x" * width: 6}
+    await waited_for(128, True, num_queued=1024, num_active=1024, num_stalled=16, filtered=filtered)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    assert max(map(len, re.split("[\r\n]+", shown))) <= width
+    for line in (
+        *("collecting under weight version 9", "samples    1024 queued, 1024 active, 16 stalled, 1 failed"),
+        *("rewarding  2", "ready      5/128 groups", "tokens/s   6,543", "staleness  2"),
+    ):
+        assert line in shown
+    assert "120 zero_std, 34 mean_reward_low, 5 [too long], 6 x" in " ".join(shown.split())
+    assert "…" not in shown
 
 
 async def test_a_notebook_shows_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import sglrollout as sr
 from sglrollout.serve import body
 from sglrollout.session.parsing import MOST_DEPTH
 from sglrollout.testing import ScriptedEngine
-from tests.serving import ASK, ENDLESS, MODEL, Serving, client_of, error_of, events_of, serving, until
+from tests.serving import ASK, ENDLESS, MODEL, Serving, calling, client_of, error_of, events_of, serving, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -374,13 +374,17 @@ async def test_a_failure_that_nobody_foresaw_says_nothing_of_what_was_asked(
     assert secret not in caplog.text
 
 
-async def test_an_answer_that_cannot_be_encoded_is_a_failure_in_openais_shape(tiny_model: Path) -> None:
-    async with serving(tiny_model, lambda *given: ([70, 71, 2], [-1.0, float("nan"), -1.0])) as s:
-        for path, asked in ((CHATS, {**ASK, "logprobs": True}), (COMPLETIONS, {"prompt": "a", "logprobs": 0})):
+async def test_an_answer_that_cannot_be_encoded_is_a_failure_in_openais_shape_and_is_not_kept(tiny_model: Path) -> None:
+    chat = {**ASK, "logprobs": True}
+    tools = {**chat, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    script = [70, 71, 2], [-1.0, float("nan"), -1.0]
+    async with serving(tiny_model, lambda *given: script, tool_parser=calling) as s:
+        for path, asked in ((CHATS, chat), (CHATS, tools), (COMPLETIONS, {"prompt": "a", "logprobs": 0})):
             for stream in (False, True):
                 response = await s.client.post(path, json={"model": MODEL, "stream": stream, **asked})
                 problem = error_of(response) if response.status_code == 500 else _last_error(response.text)
                 assert problem["code"] == "internal_error"
+        assert s.endpoint.completions() == {}
         answer = await s.chat([{"role": "user", "content": "hi"}])
         response = await s.client.get(f"/conversations/{answer['id']}")
         assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")

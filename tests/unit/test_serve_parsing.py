@@ -18,6 +18,7 @@ from sglrollout.engine import tool_calls
 from sglrollout.session import parsing
 from sglrollout.session.parsing import MOST_DEPTH, ToolParser, is_shallow, json_of
 from sglrollout.testing import ScriptedEngine
+from sglrollout.testing.tool_calls import parse_tool_calls as parse_without_sglang
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -155,6 +156,12 @@ def test_a_text_that_a_parser_fails_on_is_all_content(parse_text: list[Any]) -> 
     parse_text.append(fail)
     answer = tool_calls.parse_tool_calls("text", [], "hermes", None)
     assert answer == {"content": "text", "calls": []}
+
+
+@pytest.mark.parametrize("call", ["{" * 100_000, '{"a":' * 100_000, "[" * 100_000])
+def test_a_text_that_an_engine_without_sglang_fails_on_is_all_content(call: str) -> None:
+    text = f"<tool_call>{call}</tool_call>"
+    assert parse_without_sglang(text, [], "hermes") == {"content": text, "calls": []}
 
 
 # ------------------------------------------------------------ JSON

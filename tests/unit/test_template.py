@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import sglrollout as sr
-from sglrollout.session.template import ChatTemplate
+from sglrollout.session.template import ChatTemplate, _warn_once
 from sglrollout.text import Tokenizer
 from sglrollout.types import Message
 
@@ -323,6 +323,12 @@ def test_tools_are_shown_to_the_model_or_a_warning_says_that_they_are_not(
     for _ in range(2):
         use(CHATML).opening([USER], hidden)
     assert caplog.text.count("does not tell the model of its tools (subtract)") == 1
+
+
+def test_warnings_are_not_remembered_without_a_bound() -> None:
+    for i in range(2000):
+        _warn_once(f"the tool {i}")
+    assert _warn_once.cache_info().currsize < 1000
 
 
 # ------------------------------------------------------------ tokenizers

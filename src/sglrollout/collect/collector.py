@@ -145,6 +145,8 @@ class Collector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state. The source must yield the same prompts again; those that were read are skipped.
 
+        The first batch raises :class:`LifecycleError` while engines have weights of an earlier version than the state.
+
         Raises:
             LifecycleError: it has started.
             ConfigError: not a state, or one of another version.

@@ -73,6 +73,9 @@ def failed(most: float = 0.0) -> GroupFilter:
     return filter_failed
 
 
+FACTORIES: tuple[Callable[..., GroupFilter], ...] = (zero_std, mean_reward, truncated, failed)
+
+
 def num_failed(group: Group) -> int:
     """Samples that an engine or a reward function failed."""
     rewards = group.rewards or (0.0,) * len(group.completions)

@@ -72,6 +72,19 @@ class MismatchReport(VersionMismatch):
     worst: tuple[int, int]
     per_version: dict[int, VersionMismatch] = field(repr=False)
 
+    @property
+    def version(self) -> int:
+        """The newest weight version that the batch has tokens of."""
+        return max(self.per_version)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the tokens of :attr:`version` are within the gates: older ones differ by what was trained since, too.
+
+        Where the trainer is at a later version already (the batch has no token of that), drift is in this as well.
+        """
+        return self.per_version[self.version].healthy
+
     def as_dict(self, prefix: str = "mismatch/") -> dict[str, float]:
         """The figures for a logger, ``healthy`` as 1 or 0. Those per version are left out: their names would grow."""
         figures = {name: float(getattr(self, name)) for name in _METRICS}
@@ -80,6 +93,8 @@ class MismatchReport(VersionMismatch):
     def __str__(self) -> str:
         row, position = self.worst
         health = "healthy" if self.healthy else "not healthy"
+        if len(self.per_version) > 1:
+            health += f" under version {self.version}; of all"
         lines = [f"{health}: {super().__str__()}", f"worst at row {row}, position {position}"]
         if len(self.per_version) > 1:
             lines += [f"version {version}: {figures}" for version, figures in self.per_version.items()]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mappin
 from typing import Any, Literal, NamedTuple
 
 from sglrollout.collect.calls import Filter, GroupReward, Reward, Rewards, UserFunction
+from sglrollout.collect.filters import FACTORIES
 from sglrollout.collect.task import Task
 from sglrollout.config import Sampling
 from sglrollout.errors import ConfigError
@@ -87,7 +88,7 @@ def collect_options(
         n=n,
         target_groups=target_groups,
         rewards=Rewards(reward, group_reward, workers, reward_timeout_s),
-        filters=tuple(UserFunction(function, "filter", 1, workers, reward_timeout_s) for function in _listed(filter)),
+        filters=tuple(UserFunction(function, "filter", 1, workers, reward_timeout_s) for function in _filters(filter)),
         workers=workers,
         num_spare=math.ceil((over_sample - 1) * target_groups - 1e-9) if target_groups is not None else 0,
         surplus=surplus,
@@ -98,6 +99,15 @@ def collect_options(
         seed=seed,
         play=play,
     )
+
+
+def _filters(given: Filter | Sequence[Filter] | None) -> Sequence[Filter]:
+    filters = _listed(given)
+    for factory in FACTORIES:
+        if any(function is factory for function in filters):
+            rule = f"must be a filter, not the function that makes one (did you mean {factory.__name__}()?)"
+            raise ConfigError("filter", factory, rule)
+    return filters
 
 
 def _listed(filters: Filter | Sequence[Filter] | None) -> Sequence[Filter]:

@@ -102,6 +102,20 @@ class CollectReport:
         numbers |= {f"filtered/{reason}": count for reason, count in self.filtered.items()}
         return {f"{prefix}{name}": float(value) for name, value in numbers.items() if value is not None}
 
+    def __str__(self) -> str:
+        reward = "" if self.reward_mean is None else f"reward {self.reward_mean:.3g} (std {self.reward_std:.3g}), "
+        lines = [
+            f"version {self.weight_version}: {self.num_groups} groups, {self.num_samples} samples and "
+            f"{self.num_tokens:,} tokens in {self.seconds:.3g} s, of which the trainer waited {self.wait_s:.3g} s",
+            f"{reward}{self.response_len_mean:.4g} tokens per sample, {self.truncated_ratio:.0%} truncated",
+            f"staleness mean {self.staleness_mean:.3g}, max {self.staleness_max}, "
+            f"{self.mixed_version_ratio:.0%} of several versions",
+        ]
+        events = {name: getattr(self, f"num_{name}") for name in ("failed", "surplus", "resumed", "restarted")}
+        shown = [f"{count} {name}" for name, count in events.items() if count]
+        shown += [f"{count} filtered ({reason})" for reason, count in self.filtered.items()]
+        return "\n  ".join([*lines, ", ".join(shown)] if shown else lines)
+
 
 class Tally:
     """Counts.

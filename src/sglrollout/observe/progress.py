@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from tqdm.std import tqdm
 
 from sglrollout.pool.pool import Pool
@@ -158,15 +159,22 @@ class _Table(_View):
         self._live.stop()
 
     def draw(self, now: Collecting) -> None:
-        table = Table(
-            "queued", "active", "stalled", "rewarding", "ready", "filtered", "failed", "tokens/s", "staleness"
-        )
-        filtered = ", ".join(f"{count} {reason}" for reason, count in now.filtered.items()) or "0"
-        numbers = (now.num_queued, now.num_active, now.num_stalled, now.num_rewarding)
-        ready = f"{now.num_ready}/{self._num_groups}" if self._num_groups else str(now.num_ready)
-        rest = (ready, filtered, str(now.num_failed), f"{now.tokens_per_s:,.0f}", str(now.staleness_max))
-        table.add_row(*(str(number) for number in numbers), *rest)
-        table.title = f"collecting under weight version {now.weight_version}"
+        running = f"{now.num_queued} queued, {now.num_active} active, {now.num_stalled} stalled"
+        of = f"/{self._num_groups}" if self._num_groups else ""
+        rows = {
+            "samples": f"{running}, {now.num_failed} failed",
+            "rewarding": str(now.num_rewarding),
+            "ready": f"{now.num_ready}{of} groups",
+            "filtered": ", ".join(f"{count} {reason}" for reason, count in now.filtered.items()) or "0",
+            "tokens/s": f"{now.tokens_per_s:,.0f}",
+            "staleness": str(now.staleness_max),
+        }
+        table = Table.grid(padding=(0, 2))
+        table.title, table.title_justify = f"collecting under weight version {now.weight_version}", "left"
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, shown in rows.items():
+            table.add_row(f"  {name}", Text(shown))  # as Text: brackets in a reason are no markup
         self._live.update(table, refresh=True)
 
 

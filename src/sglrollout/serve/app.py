@@ -26,7 +26,7 @@ from sglrollout.serve.completions import complete
 from sglrollout.serve.problems import ProblemError, problem_of
 from sglrollout.serve.service import Emit, Service
 
-Handler: TypeAlias = Callable[[Mapping[str, Any], Emit], Awaitable[Mapping[str, Any] | None]]
+Handler: TypeAlias = Callable[[Mapping[str, Any], Emit], Awaitable[replies.Encoded | None]]
 """Takes a request's body; returns its answer, or sends it by events."""
 
 SESSION_HEADER = "x-session-id"
@@ -64,9 +64,8 @@ class _Reply:
         self._send, self._begun, self._lock = send, False, anyio.Lock()
         self._streams = False
 
-    async def whole(self, body: Mapping[str, Any], status: int = 200) -> None:
+    async def whole(self, response: Response) -> None:
         """All of it, at once."""
-        response = json_response(body, status)
         self._begun = True
         await response({"type": "http"}, _never, self._send)
 
@@ -91,7 +90,7 @@ class _Reply:
         """What went wrong: as the answer, or as the last event of the stream that it ends."""
         problem = problem_of(error)
         if not self._begun:
-            await self.whole(problem.body, problem.status)
+            await self.whole(json_response(problem.body, problem.status))
         elif self._streams:
             await self._body(b"data: " + replies.encoded(problem.body) + b"\n\n", more=False)
 
@@ -100,9 +99,13 @@ class _Reply:
 
 
 def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
-    """A JSON object; one of a conversation names that in its header."""
-    headers = {SESSION_HEADER: body["session_id"]} if "session_id" in body else {}
-    return Response(replies.encoded(body), status, headers, "application/json")
+    """A JSON object."""
+    return Response(replies.encoded(body), status, media_type="application/json")
+
+
+def _in_conversation(answer: replies.Encoded) -> Response:
+    """An answer, whose header names its conversation."""
+    return Response(answer.body, headers={SESSION_HEADER: answer.session_id}, media_type="application/json")
 
 
 async def _never() -> Any:
@@ -153,7 +156,7 @@ class _Post:
     async def _answer(self, body: Mapping[str, Any], reply: _Reply) -> None:
         try:
             answer = await self._handler(body, reply.event)
-            await (reply.end() if answer is None else reply.whole(answer))
+            await (reply.end() if answer is None else reply.whole(_in_conversation(answer)))
         except Exception as error:
             await reply.fail(error)
 
@@ -209,7 +212,7 @@ def build_app(service: Service, gate: Gate, api_key: str) -> Starlette:
         except ConfigError as error:
             return _no(str(error), "conversation_not_found")
         try:
-            return json_response(replies.conversation(node))
+            return _in_conversation(replies.Encoded.of(replies.conversation(node)))
         except Exception as error:
             problem = problem_of(error)
             return json_response(problem.body, problem.status)

@@ -10,7 +10,7 @@ from sglrollout.errors import ConfigError
 from sglrollout.serve.conversations import Node
 from sglrollout.serve.fields import ChatFields, fields_of, grammar_of, sampling_of
 from sglrollout.serve.messages import keys_of, plain_messages, said, tools_given
-from sglrollout.serve.replies import chat_finish, chat_logprobs, chat_message
+from sglrollout.serve.replies import Encoded, chat_finish, chat_logprobs, chat_message
 from sglrollout.serve.service import Answer, Choice, Emit, Run, Service
 from sglrollout.session.session import Session
 from sglrollout.session.tools import Tool
@@ -21,7 +21,7 @@ from sglrollout.types import Chunk, Message
 _log = logging.getLogger("sglrollout.serve")
 
 
-async def chat(service: Service, body: Mapping[str, Any], emit: Emit) -> dict[str, Any] | None:
+async def chat(service: Service, body: Mapping[str, Any], emit: Emit) -> Encoded | None:
     """Answer a chat: by what is returned, or, if it is to be streamed, by events.
 
     Raises:
@@ -77,6 +77,12 @@ class _Chat(Run):
         return [base.fork() for _ in range(fields.n)]
 
     async def _sample(self, choice: Choice) -> Turn:
+        turn = await self._turn(choice)
+        if self._emit is not None and not self._streamed:
+            await self._say(choice, turn)
+        return turn
+
+    async def _turn(self, choice: Choice) -> Turn:
         on_chunk = self._on_chunk if self._streamed else None
         tried = choice.session
         try:
@@ -131,13 +137,15 @@ class _Chat(Run):
             self._begun.add(choice.index)
             await self._delta(choice, {"role": "assistant", "content": "", "refusal": None})
 
+    async def _say(self, choice: Choice, turn: Turn) -> None:
+        """What was held back until it was whole."""
+        await self._begin(choice)
+        message, completion = chat_message(turn, self._calls), turn.completion
+        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
+        delta = {"content": message["content"], **({"tool_calls": calls} if calls else {})}
+        await self._delta(choice, delta, self._logprobs(completion.token_ids, completion.logprobs))
+
     async def _finish(self, choice: Choice, turn: Turn) -> None:
-        if not self._streamed:
-            await self._begin(choice)
-            message, completion = chat_message(turn, self._calls), turn.completion
-            calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", ()))]
-            delta = {"content": message["content"], **({"tool_calls": calls} if calls else {})}
-            await self._delta(choice, delta, self._logprobs(completion.token_ids, completion.logprobs))
         await self._delta(choice, {}, None, chat_finish(turn, self._calls))
 
     async def _delta(

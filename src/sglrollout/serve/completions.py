@@ -7,14 +7,14 @@ from typing import Any
 
 from sglrollout.generation.sampler import Sampler
 from sglrollout.serve.fields import COMPLETION_TOKENS, CompletionFields, fields_of, sampling_of
-from sglrollout.serve.replies import completion_logprobs
+from sglrollout.serve.replies import Encoded, completion_logprobs
 from sglrollout.serve.service import Answer, Choice, Emit, Run, Service
 from sglrollout.session.session import Session
 from sglrollout.session.turn import Turn
 from sglrollout.types import Chunk
 
 
-async def complete(service: Service, body: Mapping[str, Any], emit: Emit) -> dict[str, Any] | None:
+async def complete(service: Service, body: Mapping[str, Any], emit: Emit) -> Encoded | None:
     """Answer a completion: by what is returned, or, if it is to be streamed, by events.
 
     Raises:

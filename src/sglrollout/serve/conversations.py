@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from sglrollout.errors import ConfigError
 from sglrollout.session.session import Session
-from sglrollout.session.trajectory import Trajectory, without_past
+from sglrollout.session.trajectory import without_past
 from sglrollout.session.turn import Turn
 from sglrollout.types import Message
 
@@ -75,12 +75,8 @@ class Node:
     def session(self) -> Session:
         """The session as it was after this response: another one each time, to read or to go on with."""
         exchanges = [node.exchange for node in self.line]
-        session = self.bare.fork()
-        state = session._state
-        state.messages = [message for each in exchanges for message in each.told]
-        state.turns = [each.turn for each in exchanges]
-        state.trajectory = Trajectory.of(turn.completion for turn in state.turns)
-        return session
+        told = [message for each in exchanges for message in each.told]
+        return self.bare._fork_with_past(told, [each.turn for each in exchanges])
 
 
 def node_of(
@@ -98,14 +94,7 @@ def node_of(
     turn = session.turns[-1]
     turn = dataclasses.replace(turn, completion=without_past(turn.completion, num_tokens))
     exchange = Exchange(turn, session.messages[num_messages:], messages)
-    return Node(response_id, session_id, exchange, _bare(session), key, parent)
-
-
-def _bare(session: Session) -> Session:
-    bare = session.fork()
-    bare._state.messages, bare._state.turns, bare._state.trajectory = [], [], Trajectory()
-    bare._state.begin(())  # its latest prompt, too, would be a copy of all that came before
-    return bare
+    return Node(response_id, session_id, exchange, session._fork_with_past((), ()), key, parent)
 
 
 class Conversations:

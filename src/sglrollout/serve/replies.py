@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 from sglrollout.serve.conversations import Node
 from sglrollout.serve.messages import sent_call
@@ -21,6 +21,21 @@ def encoded(value: object) -> bytes:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+class Encoded(NamedTuple):
+    """What is sent about a conversation, as JSON."""
+
+    body: bytes
+    session_id: str
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Self:
+        """
+        Raises:
+            ValueError: it cannot be JSON.
+        """
+        return cls(encoded(value), value["session_id"])
 
 
 def usage_of(turns: Sequence[Turn]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sglrollout.generation.sampler import Sampler
 from sglrollout.serve.conversations import Conversations, Node, node_of
 from sglrollout.serve.fields import Fields
 from sglrollout.serve.problems import ProblemError
-from sglrollout.serve.replies import usage_of
+from sglrollout.serve.replies import Encoded, usage_of
 from sglrollout.session.parsing import UserParser
 from sglrollout.session.session import Session
 from sglrollout.session.tools import Tool
@@ -150,13 +150,13 @@ class Run(ABC):
     def __init__(self, fields: Fields, answer: Answer, emit: Emit | None) -> None:
         self.answer, self._emit, self._with_usage = answer, emit, fields.with_usage
 
-    async def play(self) -> dict[str, Any] | None:
-        """Sample all choices: the answer, if it is not streamed."""
+    async def play(self) -> Encoded | None:
+        """Sample all choices: the answer, if it is not streamed. None is kept of one that cannot be encoded."""
         await self.answer.each(self._take)
         usage = usage_of(self.answer.turns)
         if self._emit is None:
             pairs = [*zip(self.answer.choices, self.answer.turns, strict=True)]
-            whole = self.answer.shaped([self._whole(choice, turn) for choice, turn in pairs], usage=usage)
+            whole = Encoded.of(self.answer.shaped([self._whole(choice, turn) for choice, turn in pairs], usage=usage))
             for choice, turn in pairs:
                 self._keep(choice, turn)
             return whole
@@ -177,7 +177,8 @@ class Run(ABC):
         await self._emit(self.answer.shaped([choice], **usage))
 
     @abstractmethod
-    async def _sample(self, choice: Choice) -> Turn: ...
+    async def _sample(self, choice: Choice) -> Turn:
+        """A turn; where it is streamed, all its events but the last."""
 
     @abstractmethod
     def _keep(self, choice: Choice, turn: Turn) -> None: ...
@@ -188,7 +189,7 @@ class Run(ABC):
 
     @abstractmethod
     async def _finish(self, choice: Choice, turn: Turn) -> None:
-        """The last events of a choice."""
+        """The last event of a choice."""
 
 
 def _seeded(sampling: Sampling, index: int) -> Sampling:

@@ -52,6 +52,16 @@ class Conversation:
             setattr(other, name, [*getattr(self, name)])
         return other
 
+    def set_past(self, messages: Sequence[Message], turns: Sequence[Turn]) -> None:
+        """Have nothing but this said so far.
+
+        Args:
+            turns: their prompts are without what came before them: see :func:`without_past`.
+        """
+        self.messages, self.turns, self._num_settled = [*messages], [*turns], len(messages)
+        self.trajectory = Trajectory.of(turn.completion for turn in turns)
+        self._new_tokens, self._asked = [], ()
+
     def add(self, given: object) -> None:
         """New messages, for the next turn.
 

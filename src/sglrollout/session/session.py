@@ -106,8 +106,21 @@ class Session:
         other._state, other._block = self._state.copy(), Block(self._block)
         return other
 
+    def _fork_with_past(self, messages: Sequence[Message], turns: Sequence[Turn]) -> Session:
+        """A fork in which just this was said: for the endpoint, which keeps what conversations have in common once.
+
+        Args:
+            turns: their prompts are without what came before them.
+        """
+        other = self.fork()
+        other._state.set_past(messages, turns)
+        return other
+
     def wait_out_sleep(self) -> None:
-        """Let turns wait while the engines are asleep or stale, and go on after that, where they would raise."""
+        """Let turns wait while the engines are asleep or stale, and go on after that, where they would raise.
+
+        It is for forks as well. A collection's episodes do so by themselves.
+        """
         self._speaker.be_patient()
 
     # ------------------------------------------------------------ what the model is told

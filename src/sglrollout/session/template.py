@@ -212,6 +212,6 @@ def _name(schema: Mapping[str, object]) -> str:
     return str(function.get("name")) if isinstance(function, Mapping) else ""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # bounded: the names of tools may be others each time
 def _warn_once(message: str) -> None:
     _log.warning("%s", message)

@@ -19,6 +19,6 @@ def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str) -> dic
     try:
         calls = [json.loads(call) for call in _CALL.findall(text)]
         found = [[str(call["name"]), json.dumps(call.get("arguments", {}))] for call in calls]
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found = []
     return {"content": text.partition("<tool_call>")[0].strip() if found else text, "calls": found}
