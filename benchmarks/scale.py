@@ -4,7 +4,8 @@
     python benchmarks/scale.py --engines 1,64,1000 --queued 20000
 
 A row per number of engines, each measured ``--repeats`` times, of which the medians are shown. Times are CPU time of
-this process, which does nothing but compute.
+this process, which does nothing but compute. Garbage collections are part of them, of what the measurement itself made:
+in a process that holds much else, each full one takes longer.
 
     free slot us     to take a slot that is free, and to release it
     from queue us    to release a slot and give it to the next in the queue
@@ -30,13 +31,14 @@ import sys
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Coroutine, Iterator
+from typing import NamedTuple, TypeVar
 
 import sglrollout as sr
 from sglrollout.pool.dispatcher import Dispatcher, Lease
 from sglrollout.testing import SimulatedEngine
 
+_T = TypeVar("_T")
 _SLOTS = 16
 _GROUP = 8
 _NUM_WAKES = 200
@@ -212,12 +214,18 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> float:
 
 def measure(num_engines: int, num_queued: int) -> Cost:
     return Cost(
-        asyncio.run(cost_of_free_slots(num_engines, num_queued)),
-        *asyncio.run(cost_of_queue(num_engines, num_queued)),
-        slot_kib=asyncio.run(memory_of_queue(num_engines, num_queued)),
-        stream_kib=asyncio.run(cost_of_streams(num_engines, num_queued, trace=True)),
-        cancel_s=asyncio.run(cost_of_streams(num_engines, num_queued, trace=False)),
+        _run(cost_of_free_slots(num_engines, num_queued)),
+        *_run(cost_of_queue(num_engines, num_queued)),
+        slot_kib=_run(memory_of_queue(num_engines, num_queued)),
+        stream_kib=_run(cost_of_streams(num_engines, num_queued, trace=True)),
+        cancel_s=_run(cost_of_streams(num_engines, num_queued, trace=False)),
     )
+
+
+def _run(measurement: Coroutine[None, None, _T]) -> _T:
+    gc.collect()
+    gc.freeze()
+    return asyncio.run(measurement)
 
 
 def median(costs: list[Cost]) -> Cost:

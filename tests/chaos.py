@@ -155,7 +155,7 @@ class Chaos:
 
 
 async def chaos(
-    model: Path, seed: int, seconds: float, every_s: float, num_clients: int, num_engines: int
+    model: Path, seed: int, seconds: float, every_s: float, num_clients: int, num_engines: int, snapshot: bool
 ) -> list[str]:
     """The whole of it; what was wrong, in words."""
     before = Resources()
@@ -169,6 +169,8 @@ async def chaos(
         max_restarts=1000,
         restart_delay_s=0.2,
         stall_timeout_s=5.0,
+        keep_weights_snapshot=snapshot,
+        log_level="warning",
         progress=False,
     ) as rollout:
         load, faults = Load(rollout, seed), Chaos(rollout, weights, seed)
@@ -184,6 +186,8 @@ async def chaos(
         if rollout.num_queued or any(engine.num_inflight for engine in rollout.engines):
             load.wrong.append("slots are taken, and nobody has them")
         load.wrong += [f"while the pool runs, {more}" for more in await settled(during, 200)]
+        if snapshot and (failed := [end for end in load.ends if "Error" in end]):
+            load.wrong.append(f"a snapshot of the weights was kept, and there were {failed}")
         for end, count in sorted(load.ends.items()):
             print(f"{count:8}  {end}")  # noqa: T201
         print(f"{faults.num_faults} faults, {load.num_ended} calls, {load.num_tokens} tokens compared")  # noqa: T201
@@ -198,11 +202,12 @@ def main() -> int:
     parser.add_argument("--every-s", type=float, default=6.0, help="seconds between faults, on average")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--snapshot", action="store_true", help="keep a snapshot of the weights: then no call fails")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = testing.tiny_model(Path(folder) / "tiny")
-        call = (model, options.seed, 60 * options.minutes, options.every_s, options.clients, options.engines)
-        wrong = anyio.run(chaos, *call)
+        times = (60 * options.minutes, options.every_s)
+        wrong = anyio.run(chaos, model, options.seed, *times, options.clients, options.engines, options.snapshot)
     for what in wrong[:20]:
         print(f"WRONG: {what}", file=sys.stderr)  # noqa: T201
     print(f"{len(wrong)} things were wrong" if wrong else "nothing was wrong")  # noqa: T201

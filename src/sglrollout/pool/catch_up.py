@@ -63,7 +63,7 @@ class CatchUp:
         self._kept: Snapshot | None = None
         self._latest = 0
         """The latest version of which a snapshot was made, or tried to be."""
-        self._lock = anyio.Lock()
+        self._lock, self._keeping = anyio.Lock(), anyio.CancelScope()
 
     async def bring(self, member: Member) -> str:
         """Give an engine that has come up, and is not admitted yet, the current weights.
@@ -157,12 +157,17 @@ class CatchUp:
         pool = self._pool
         self._latest = pool.weight_version
         try:
-            while True:
-                await pool.until(lambda: pool.weight_version > self._latest and not pool.busy)
-                self._drop_kept()
-                self._latest = await self._keep_one()
+            with self._keeping:
+                while True:
+                    await pool.until(lambda: pool.weight_version > self._latest and not pool.busy)
+                    self._drop_kept()
+                    self._latest = await self._keep_one()
         finally:
             self._drop_kept()
+
+    def stop(self) -> None:
+        """End :meth:`keep`, and give its memory back."""
+        self._keeping.cancel()
 
     async def _keep_one(self) -> int:
         """Make a snapshot of the version of now; that version."""

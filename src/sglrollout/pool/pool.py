@@ -341,4 +341,5 @@ class Pool:
         """End all engines, in parallel, and restarts that are under way."""
         for supervisor in self._supervisors:
             supervisor.stop()
+        self._catch_up.stop()
         await in_parallel(member.engine.close for member in self.members)
