@@ -1,6 +1,6 @@
-"""Development commands: ``nox -s tests``, ``demo``, ``compat``, ``lint``, ``types``, ``docs``.
+"""Development commands: ``nox -s tests``, ``demo``, ``chaos``, ``soak``, ``compat``, ``lint``, ``types``, ``docs``.
 
-``tests``, ``demo`` and ``compat`` run real SGLang on the CPU, in one shared environment of 3 GB (``.nox/cpu``). It is
+All but the last three run real SGLang on the CPU, in one shared environment of 3 GB (``.nox/cpu``). It is
 installed once, in 3 to 4 minutes, and brought up to date only when its requirements change.
 """
 
@@ -41,6 +41,18 @@ def demo(session: nox.Session) -> None:
     """Run examples/quickstart.py with a real model on the CPU."""
     python = _cpu_environment(session)
     session.run(python, "examples/quickstart.py", *session.posargs, env=_environment())
+
+
+@nox.session(python=False)
+def chaos(session: nox.Session) -> None:
+    """Break real engines under load for some minutes; ``nox -s chaos -- --minutes 10 --seed 7``."""
+    session.run(_cpu_environment(session), "-m", "tests.chaos", *session.posargs, env=_environment())
+
+
+@nox.session(python=False)
+def soak(session: nox.Session) -> None:
+    """Half an hour of load on real engines, in which nothing may grow; ``nox -s soak -- --minutes 60``."""
+    session.run(_cpu_environment(session), "-m", "tests.soak", *session.posargs, env=_environment())
 
 
 @nox.session(python=False)

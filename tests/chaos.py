@@ -204,7 +204,8 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--snapshot", action="store_true", help="keep a snapshot of the weights: then no call fails")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        tempfile.tempdir = folder  # so that what is left over there is of this run
         model = testing.tiny_model(Path(folder) / "tiny")
         times = (60 * options.minutes, options.every_s)
         wrong = anyio.run(chaos, model, options.seed, *times, options.clients, options.engines, options.snapshot)

@@ -187,7 +187,7 @@ class Pool:
     def _watch(self, member: Member, supervisor: Supervisor) -> None:
         def on_load(load: Load) -> None:
             member.on_load(load)
-            self.dispatcher.wake()
+            self.dispatcher.wake(member)
 
         member.engine.on_load = on_load
         member.engine.on_death = supervisor.on_death
