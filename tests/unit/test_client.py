@@ -2,20 +2,34 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import anyio
 import msgspec
 import pytest
 
+from sglrollout.engine import client as client_module
 from sglrollout.engine.client import EngineClient
 from sglrollout.engine.protocol import Request
-from sglrollout.errors import EngineDiedError, EngineRequestError, EngineStartError
+from sglrollout.errors import EngineDiedError, EngineRequestError, EngineStartError, LifecycleError
 from sglrollout.testing import ScriptedEngine
 from sglrollout.wire.channel import client_channel, host_channel
-from sglrollout.wire.messages import Finish, Launch, Load, Output, Outputs, Reply
+from sglrollout.wire.messages import (
+    PROTOCOL,
+    Abort,
+    Command,
+    Finish,
+    Hello,
+    Launch,
+    LaunchFailed,
+    Load,
+    Output,
+    Outputs,
+    Reply,
+)
 
 MORE_THAN_A_SOCKET_HOLDS = [1] * 2_000_000
 
@@ -162,3 +176,149 @@ async def test_tokens_and_news_of_the_load_are_progress_and_the_same_news_again_
     assert seen == [(1, 0), (1, 0), (2, 0), (3, 1)]
     await host.close()
     await running
+
+
+# ------------------------------------------------------------ several lives
+
+
+class Host:
+    """A host on this event loop, in place of a process. It comes up, and serves until it is told to die."""
+
+    lives: ClassVar[list[Host]] = []
+    comes_up: ClassVar[bool] = True
+
+    def __init__(self, name: str, sock: socket.socket, devices: Sequence[str], log_dir: str | None) -> None:
+        self.scratch_dir = Path("/nowhere")
+        self.gone, self.may_go, self.received = asyncio.Event(), asyncio.Event(), list[object]()
+        self.may_go.set()
+        self.task = asyncio.ensure_future(self._serve(sock))
+        Host.lives.append(self)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        self.channel = await host_channel(sock)
+        await self.channel.handshake(Hello(PROTOCOL, 1, "0"))
+        await self.channel.receive()
+        if Host.comes_up:
+            self.channel.send(await ScriptedEngine().start())
+        else:
+            self.channel.send(LaunchFailed("no memory"))
+        while (message := await self.channel.receive()) is not None:
+            self.received.append(message)
+            if isinstance(message, Command):
+                self.channel.send(Reply(message.command_id))
+
+    async def die(self) -> None:
+        await self.channel.close()
+        self.gone.set()
+
+    def log_tail(self, num_lines: int) -> str:
+        return ""
+
+    def how_it_ended(self) -> str:
+        return "exit code -9"
+
+    async def wait(self, timeout_s: float) -> None:
+        pass
+
+    async def ended(self) -> None:
+        await self.gone.wait()
+
+    async def destroy(self, timeout_s: float) -> None:
+        await self.may_go.wait()
+        self.gone.set()
+        await self.channel.close()
+        await asyncio.wait([self.task])
+
+
+@pytest.fixture
+def reborn(monkeypatch: pytest.MonkeyPatch) -> EngineClient:
+    """A client whose hosts are in :attr:`Host.lives`."""
+    monkeypatch.setattr(client_module, "HostProcess", Host)
+    monkeypatch.setattr(Host, "lives", [])
+    return EngineClient("engine-0", Launch("engine-0", {}, True, [], ""), close_timeout_s=0.1)
+
+
+async def test_after_a_death_it_starts_again_and_nothing_of_the_first_life_is_left(reborn: EngineClient) -> None:
+    deaths: list[Exception] = []
+    reborn.on_death = deaths.append
+    requests: list[Request] = []
+    for life in range(3):
+        assert reborn.alive is False
+        await reborn.start()
+        assert reborn.alive is True
+        running = asyncio.ensure_future(reborn.run())
+        request = Request([1], {})
+        await reborn.submit(request)
+        await reborn.command("memory", 1.0)
+        for old in requests:
+            reborn.abort(old)  # of another life: nobody may take it for one of this
+        await reborn.command("memory", 1.0)
+        assert not any(isinstance(message, Abort) for message in Host.lives[life].received)
+        await Host.lives[life].die()
+        with anyio.fail_after(5):
+            await running
+        assert deaths[life] is request.error
+        requests.append(request)
+        with pytest.raises(EngineDiedError):
+            await reborn.command("memory")
+    assert len({request.request_id for request in requests}) == 3
+    assert len(deaths) == 3
+    await reborn.close()
+
+
+async def test_it_does_not_start_while_it_is_up_nor_once_it_is_closed(reborn: EngineClient) -> None:
+    await reborn.start()
+    with pytest.raises(LifecycleError, match="it is up"):
+        await reborn.start()
+    await reborn.close()
+    with pytest.raises(LifecycleError, match="it is closed"):
+        await reborn.start()
+    assert len(Host.lives) == 1
+
+
+async def test_a_start_that_failed_may_be_tried_again(reborn: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "comes_up", False)
+    for _ in range(2):
+        with pytest.raises(EngineStartError, match="no memory"):
+            await reborn.start()
+    monkeypatch.setattr(Host, "comes_up", True)
+    await reborn.start()
+    assert reborn.alive
+    await reborn.close()
+    assert all(host.task.done() for host in Host.lives)
+
+
+async def test_it_has_not_ended_before_its_host_is_gone(reborn: EngineClient) -> None:
+    await reborn.start()
+    running = asyncio.ensure_future(reborn.run())
+    (host,) = Host.lives
+    host.may_go.clear()
+    await host.die()
+    await asyncio.sleep(0.4)
+    assert not reborn.alive
+    assert not running.done()
+    host.may_go.set()
+    with anyio.fail_after(5):
+        await running
+    await reborn.close()
+
+
+async def test_killing_it_is_a_death_from_any_state(reborn: EngineClient) -> None:
+    deaths: list[Exception] = []
+    reborn.on_death = deaths.append
+    await reborn.kill("before it began")
+    await reborn.start()
+    running = asyncio.ensure_future(reborn.run())
+    request = Request([1], {})
+    await reborn.submit(request)
+    with anyio.fail_after(5):
+        await reborn.kill("it hangs")
+        await running
+    await reborn.kill("twice")
+    assert [str(death) for death in deaths] == ["engine-0: it hangs"]
+    assert request.error is deaths[0]
+    await reborn.start()
+    await reborn.kill("nobody listens to it yet")
+    assert len(deaths) == 2
+    await reborn.close()
+    assert all(host.task.done() for host in Host.lives)
