@@ -456,6 +456,73 @@ async def test_without_a_living_engine_there_is_nothing_to_sync() -> None:
         assert caught.value.phase == "plan"
 
 
+@asynccontextmanager
+async def restarting_bench(*engines: Engine) -> AsyncIterator[Bench]:
+    config = CONFIG.replace(max_restarts=3, restart_delay_s=0.0)
+    async with (
+        sr.AsyncRolloutEngine(config=config, engines=engines) as rollout,
+        sr.WeightSyncer(rollout, sr.TensorSource(weights()), bucket_bytes=BUCKET_BYTES) as syncer,
+    ):
+        yield Bench(rollout, syncer)
+
+
+async def test_an_engine_that_was_restarted_is_planned_for_anew_and_verified_only_then() -> None:
+    engines = [Engine("engine-0"), Engine("engine-1")]
+    async with restarting_bench(*engines) as b:
+        await b.syncer.sync()
+        engines[0].die()
+        await until(lambda: b.states == ["ready", "ready"])
+        assert engines[0].weights == engines[1].weights == 1
+        with pytest.raises(sr.LifecycleError, match="restarted, since the last sync: sync again, then verify"):
+            await b.syncer.verify()
+        report = await b.syncer.sync()
+        assert (report.num_engines, report.version) == (2, 2)
+        assert report.plan_s > 0
+        for engine in engines:
+            assert engine.commands.count("describe_weights") == 2
+            assert engine.weights == 2
+        assert (await b.syncer.verify()).num_engines == 2
+        assert (await b.syncer.sync()).plan_s == 0
+
+
+async def test_a_sync_waits_for_the_only_engine_to_be_restarted() -> None:
+    engine = Engine(start_s=0.2)
+    async with restarting_bench(engine) as b:
+        await b.syncer.sync()
+        engine.die()
+        assert b.states == ["restarting"]
+        await b.syncer.sync()
+        assert (b.states, engine.weights) == (["ready"], 2)
+        await b.syncer.verify()
+
+
+async def test_a_sync_waits_no_longer_for_it_than_a_phase_may_take() -> None:
+    engine = Engine()
+    async with restarting_bench(engine) as b:
+        engine.start_s = 60.0
+        engine.die()
+        async with sr.WeightSyncer(b.rollout, sr.TensorSource(weights()), timeout_s=0.1) as syncer:
+            with anyio.fail_after(5), pytest.raises(sr.WeightSyncError, match="no rank owns a running engine"):
+                await syncer.sync()
+
+
+async def test_a_sync_wakes_the_only_engine_that_died_asleep() -> None:
+    engine = Engine()
+    async with restarting_bench(engine) as b:
+        await b.rollout.sleep()
+        engine.die()
+        await anyio.sleep(0.1)
+        assert (b.states, engine.num_starts) == (["restarting"], 1)
+        await b.syncer.sync()
+        assert b.states == ["ready"]
+        await b.rollout.sleep()
+        engine.die()
+        with pytest.raises(sr.LifecycleError, match="engine-0 is asleep"):
+            await b.syncer.verify()
+        await b.syncer.sync()
+        assert (b.states, engine.weights) == (["ready"], 2)
+
+
 async def test_an_engine_that_does_not_answer_ends_the_sync_within_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -26,10 +26,10 @@ _DETACH_S = 2.0
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What other ranks must know of an engine. ``pid`` is its host's: another one is another engine."""
+    """What other ranks must know of an engine. What was planned for one life of it does not hold for the next."""
 
     name: str
-    pid: int
+    life: int
     tp_size: int
     devices: tuple[str, ...]
 
@@ -65,7 +65,7 @@ class Leader:
         """The engines that are up now, which are those of this sync."""
         self.members = self.pool.serving
         return [
-            EngineFacts(member.name, info.pid, max(1, info.tp_size), tuple(member.engine.devices))
+            EngineFacts(member.name, member.num_restarts, max(1, info.tp_size), tuple(member.engine.devices))
             for member in self.members
             if (info := member.engine.info) is not None
         ]
