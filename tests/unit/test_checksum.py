@@ -95,7 +95,7 @@ def test_the_shape_does_not_matter_and_nothing_has_the_sum_zero() -> None:
 def test_large_tensors_are_summed_chunk_by_chunk_to_the_same(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(200)
     expected = checksum(tensor)
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", {"cpu": chunk})
     assert checksum(tensor) == expected
 
 
