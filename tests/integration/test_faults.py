@@ -7,7 +7,7 @@ import resource
 import signal
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def channel_of(pool: sr.AsyncRolloutEngine, name: str) -> Any:
 async def test_an_engine_that_breaks_is_known_in_time_costs_no_token_and_comes_back(
     pool: sr.AsyncRolloutEngine,
     caplog: pytest.LogCaptureFixture,
-    fault: Callable[[sr.AsyncRolloutEngine, str], Awaitable[None]],
+    fault: Callable[[sr.AsyncRolloutEngine, str], Coroutine[Any, Any, None]],
     within_s: float,
     reason: str,
 ) -> None:

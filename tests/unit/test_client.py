@@ -127,15 +127,6 @@ async def test_a_command_to_a_dead_engine_fails_at_once() -> None:
         await client.command("flush_cache", timeout_s=1.0)
 
 
-async def test_a_log_directory_that_cannot_be_made_is_a_start_error_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a directory")
-    launch = Launch("engine-0", {}, True, [], "")
-    client = EngineClient("engine-0", launch, log_dir=str(tmp_path / "file" / "logs"))
-    with pytest.raises(EngineStartError, match="its host could not be started"):
-        await client.start()
-    await client.close()
-
-
 async def test_commands_in_a_row_that_nobody_answered_are_counted() -> None:
     ours, theirs = socket.socketpair()
     client, running, _ = await running_client(ours, GoneHost())

@@ -17,10 +17,11 @@ import anyio.to_thread
 
 from sglrollout.engine.environment import host_environment
 from sglrollout.engine.processes import end_group
-from sglrollout.engine.scratch import new_scratch, remove_scratch
-from sglrollout.errors import LifecycleError
+from sglrollout.engine.scratch import check_room, new_scratch, remove_scratch
+from sglrollout.errors import ConfigError, LifecycleError
 
 _POLL_S = 0.25
+_TAIL_BYTES = 64 * 1024
 
 
 class Launcher(Protocol):
@@ -48,23 +49,26 @@ class HostProcess:
     """``python -m sglrollout.engine.host`` at the head of a session of its own."""
 
     def __init__(self, name: str, sock: socket.socket, devices: Sequence[str], log_dir: str | None) -> None:
-        if log_dir is not None:
-            Path(log_dir).mkdir(parents=True, exist_ok=True)
+        log = None if log_dir is None else _log_in(log_dir, name)
         self.scratch_dir = new_scratch()
-        self._log = Path(log_dir) / f"{name}-{os.getpid()}.log" if log_dir else self.scratch_dir / "engine.log"
+        self._log = log or self.scratch_dir / "engine.log"
         self._destroyed, self._destroying = False, anyio.Lock()
         command = [sys.executable, "-m", "sglrollout.engine.host"]
         command += [str(sock.fileno()), str(os.getpid()), str(self.scratch_dir)]
-        with self._log.open("ab") as log, sock:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=host_environment(devices, str(self.scratch_dir)),
-                pass_fds=[sock.fileno()],
-                start_new_session=True,
-            )
+        try:
+            with self._log.open("ab") as output, sock:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=host_environment(devices, str(self.scratch_dir)),
+                    pass_fds=[sock.fileno()],
+                    start_new_session=True,
+                )
+        except BaseException:
+            remove_scratch(self.scratch_dir)
+            raise
 
     def log_tail(self, num_lines: int) -> str:
         return _tail(self._log, num_lines)
@@ -158,11 +162,27 @@ class HostThread:
                 child.kill()
 
 
+def _log_in(directory: str, name: str) -> Path:
+    """The log of an engine in the user's directory, which is made if need be.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    path = Path(directory) / f"{name}-{os.getpid()}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_room(directory, "log_dir")
+        path.touch()
+    except OSError as error:
+        raise ConfigError("log_dir", directory, f"must be a directory that can be written ({error})") from error
+    return path
+
+
 def _tail(path: Path, num_lines: int) -> str:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 64 * 1024))
-            lines = file.read().decode(errors="replace").splitlines()
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
     return "\n".join([line for line in lines if line.strip()][-num_lines:])

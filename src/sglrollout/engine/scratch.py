@@ -5,20 +5,45 @@ Whoever outlives the engine, its client or its host, removes both.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
+from sglrollout.errors import ConfigError
+
 _LIST = "files-elsewhere"
 _SOCKET_PATH_ROOM = 60
+_LEAST_FREE_BYTES = 16 << 20
 
 
 def new_scratch() -> Path:
-    """A private directory (mode 0700), short enough in name that sockets fit into it (their paths have 107 bytes)."""
-    root = tempfile.gettempdir()
-    if len(root) > _SOCKET_PATH_ROOM:
-        root = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="sglrollout-", dir=root))
+    """A private directory (mode 0700), short enough in name that sockets fit into it (their paths have 107 bytes).
+
+    Raises:
+        ConfigError: of ``TMPDIR``, where none can be made, or what is written into it would not fit.
+    """
+    try:
+        root = tempfile.gettempdir()
+        if len(root) > _SOCKET_PATH_ROOM:
+            root = "/tmp"
+        check_room(root, "TMPDIR")
+        return Path(tempfile.mkdtemp(prefix="sglrollout-", dir=root))
+    except OSError as error:
+        rule = f"must be a directory in which files can be made ({error})"
+        raise ConfigError("TMPDIR", os.environ.get("TMPDIR", tempfile.tempdir), rule) from error
+
+
+def check_room(directory: str, field: str) -> None:
+    """
+    Raises:
+        ConfigError: of ``field``: its file system is full, or nearly.
+        OSError: there is no such directory.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < _LEAST_FREE_BYTES:
+        rule = f"must be on a file system with {_LEAST_FREE_BYTES >> 20} MB free, and {free >> 20} MB are"
+        raise ConfigError(field, directory, rule)
 
 
 def note_file(scratch_dir: str, path: str) -> None:
