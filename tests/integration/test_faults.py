@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import sglrollout as sr
+from sglrollout.wire.messages import EngineInfo
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ async def pool(tiny_model: Path) -> AsyncIterator[sr.AsyncRolloutEngine]:
         yield pool
 
 
-def info_of(pool: sr.AsyncRolloutEngine, name: str) -> sr.EngineInfo:
+def info_of(pool: sr.AsyncRolloutEngine, name: str) -> EngineInfo:
     (info,) = (engine.info for engine in pool.engines if engine.name == name)
     assert info is not None
     return info
