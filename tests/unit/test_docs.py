@@ -242,3 +242,12 @@ def test_the_architecture_names_no_file_that_is_not_there() -> None:
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     known = {path.name for path in [*SOURCE.rglob("*.py"), *ROOT.glob("*.py"), *DOCS.glob("*.py")]}
     assert {name.rpartition("/")[2] for name in re.findall(r"[\w/]+\.py\b", text)} <= known
+
+
+def test_every_test_that_the_page_on_reliability_names_exists() -> None:
+    page = (DOCS / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:unit|integration)/test_\w+\.py)(?:::(test_\w+))?`", page)
+    assert len(named) > 30
+    for file, test in named:
+        source = (DOCS.parent / "tests" / file).read_text(encoding="utf-8")
+        assert not test or re.search(rf"def {test}\(", source), f"{file} has no {test}"
