@@ -491,6 +491,32 @@ async def test_a_pool_without_engines_is_an_error(start: Any) -> None:
         assert s.finish_reason == "error"
 
 
+@pytest.mark.parametrize("when", ["before it is asked", "when it is asked"])
+async def test_tool_calls_are_parsed_once_the_only_engine_is_back(start: Any, tokenizer: Tokenizer, when: str) -> None:
+    only = engine(Said(tokenizer, called("add", a=1, b=2), "3"))
+    async with (
+        start(only, max_restarts=1, restart_delay_s=0.01) as rollout,
+        rollout.session(tools=[add], tool_parser="hermes") as s,
+    ):
+
+        def dies(name: str) -> str | None:
+            if name == "parse_tool_calls" and only.num_starts == 1 and only.submitted:
+                only.die()
+                raise sr.EngineDiedError("engine-0", "it was told to die")
+            return None
+
+        s.add("add")
+        if when == "when it is asked":
+            only.fail_command = dies
+        else:
+            turn = asyncio.ensure_future(s.generate())
+            await until(lambda: bool(only.submitted) and only.submitted[0].ended)
+            only.die()
+        turn = turn if when == "before it is asked" else asyncio.ensure_future(s.generate())
+        assert [call.name for call in (await turn).tool_calls] == ["add"]
+        assert rollout.engines[0].num_restarts == 1
+
+
 async def test_tool_calls_are_parsed_by_another_engine_when_the_first_has_died(
     start: Any, tokenizer: Tokenizer
 ) -> None:

@@ -88,8 +88,9 @@ class ToolParser:
         return (content, calls) if calls else (None, [])
 
     async def _by_sglang(self, text: str, parser: str, engine: str) -> tuple[str, list[tuple[str, Any]]]:
-        failures = list[EngineRequestError]()
-        for member in _from(engine, self._pool.members):
+        pool, failures = self._pool, list[EngineRequestError]()
+        await pool.until(lambda: pool.serving or not pool.restarting or not pool.has_its_memory)
+        for member in _from(engine, pool.members):
             try:
                 answer = await member.engine.command(
                     "parse_tool_calls", PARSE_S, text=text, tools=self._schemas, parser=parser
@@ -108,6 +109,8 @@ class ToolParser:
             return answer["content"], [(name, arguments) for name, arguments in answer["calls"]]
         if failures:
             raise failures[-1]
+        if pool.restarting and pool.has_its_memory:  # the last one died just now
+            return await self._by_sglang(text, parser, engine)
         raise NoEngineError("every engine of the pool is dead, and tool calls are parsed in their hosts")
 
 
