@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import warnings
 from pathlib import Path
+from typing import Literal
 
 from sglrollout.errors import UnsupportedVersionError
 
@@ -34,13 +35,20 @@ def sglang_version() -> str:
 
 @functools.cache
 def _check(found: str) -> None:
-    if found in SUPPORTED_VERSIONS:
-        return
-    first, last = SUPPORTED_VERSIONS[0], SUPPORTED_VERSIONS[-1]
-    if _numbers(first) <= _numbers(found) <= _numbers(last):
+    kind = support(found)
+    if kind == "none":
+        first, last = SUPPORTED_VERSIONS[0], SUPPORTED_VERSIONS[-1]
+        raise UnsupportedVersionError(f"SGLang {found} is installed; this library supports {first} to {last}")
+    if kind == "untested":
         warnings.warn(f"SGLang {found} was not run with this library (these were: {SUPPORTED_VERSIONS})", stacklevel=3)
-        return
-    raise UnsupportedVersionError(f"SGLang {found} is installed; this library supports {first} to {last}")
+
+
+def support(version: str) -> Literal["tested", "untested", "none"]:
+    """What this library promises of a version of SGLang."""
+    if version in SUPPORTED_VERSIONS:
+        return "tested"
+    first, last = SUPPORTED_VERSIONS[0], SUPPORTED_VERSIONS[-1]
+    return "untested" if _numbers(first) <= _numbers(version) <= _numbers(last) else "none"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
