@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -37,7 +38,27 @@ def check_tools(output: str, folder: Path) -> None:
     assert "The result is" in output
 
 
+def check_grpo(output: str, folder: Path) -> None:
+    """The reward rises clearly, and the trainer's probabilities are the engine's."""
+    rewards = [float(value) for value in re.findall(r"reward (\d\.\d+)", output)]
+    mismatches = [float(value) for value in re.findall(r"mismatch (\d\.\d+)", output)]
+    assert len(rewards) == 24
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.3
+    assert max(mismatches) < 1.05
+
+
+def check_async(output: str, folder: Path) -> None:
+    """Two loops, the second ahead of its trainer but within the bound."""
+    ages = re.findall(r"staleness (\d\.\d+), at most (\d)", output)
+    assert ages[0] == ("0.00", "0")
+    assert float(ages[1][0]) > 0
+    assert int(ages[1][1]) <= 2
+    assert re.search(r"gain: \d\.\d\d times", output)
+
+
 EXAMPLES: dict[str, tuple[list[str], Callable[[str, Path], None]]] = {
+    "grpo_minimal.py": (["--tiny", "--steps", "24"], check_grpo),
+    "async_grpo.py": (["--tiny", "--steps", "4", "--max-new-tokens", "16"], check_async),
     "collect.py": (["--tiny", "--steps", "3", "--save", "batch"], check_collect),
     "multi_turn_tools.py": (["--tiny"], check_tools),
     "openai_agent.py": (["--tiny"], check_agent),
@@ -52,3 +73,22 @@ def test_an_example_runs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     check(run.stdout, tmp_path)
+
+
+def test_a_sharded_run_is_trained_by_two_ranks_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(FOLDER / "grpo_fsdp2.py")]
+    options = ["--tiny", "--device", "cpu", "--groups", "4", "--micro-tokens", "256", "--save-every", "2"]
+    for steps in (["--steps", "3"], ["--steps", "5", "--resume"]):
+        run = subprocess.run(
+            [*torchrun, *options, *steps], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert run.returncode == 0, run.stderr[-4000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["token_mult_prob_error"] < 1.05 for line in lines)
+    assert all(line["num_micro_batches"] > 1 for line in lines)
+    delivered = {
+        step: json.loads((tmp_path / "run" / f"step-{step:06d}" / "collector-0.json").read_text())["num_delivered"]
+        for step in (2, 3, 4, 5)
+    }
+    assert delivered == {2: 8, 3: 12, 4: 16, 5: 20}  # no group twice, and none left out

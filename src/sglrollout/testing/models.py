@@ -76,6 +76,7 @@ def tiny_model(
     """
     from safetensors.torch import save_file
 
+    forgive_torchvision()  # transformers, which will load this, imports it
     if architecture not in _ARCHITECTURES:
         raise ConfigError("architecture", architecture, f"must be one of {', '.join(_ARCHITECTURES)}")
     if dtype not in ("float32", "bfloat16", "float16"):
