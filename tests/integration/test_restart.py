@@ -84,6 +84,10 @@ def kill(rollout: sr.AsyncRolloutEngine, index: int, what: str) -> list[int]:
     return [info.pid, *info.child_pids]
 
 
+_others: set[int] = set()
+"""Processes of other tests' engines, which live through all tests."""
+
+
 class Traces:
     """What engines of this process leave while they live: processes, files and shared memory."""
 
@@ -94,6 +98,8 @@ class Traces:
     def look(self) -> None:
         """Note what there is now."""
         for process in psutil.Process().children(recursive=True):
+            if process.pid in _others:
+                continue
             with contextlib.suppress(psutil.Error, OSError):
                 self.files |= {
                     line.split()[-1]
@@ -122,6 +128,8 @@ async def engines(
 ) -> AsyncIterator[sr.AsyncRolloutEngine]:
     """Engines that are closed while one is restarted, so long after it was killed; which ends at once, and wholly."""
     traces, num_fds = Traces(), len(os.listdir("/proc/self/fd"))
+    _others.clear()
+    _others.update(process.pid for process in psutil.Process().children(recursive=True))
     async with sr.AsyncRolloutEngine(model, device="cpu", dtype="float32", restart_delay_s=0.1, **options) as rollout:
         yield rollout
         traces.look()
