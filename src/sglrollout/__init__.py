@@ -47,6 +47,8 @@ from sglrollout.errors import (
 )
 from sglrollout.generation.batch import GroupStream
 from sglrollout.generation.stream import Stream
+from sglrollout.observe.metrics import EngineMetrics, Metrics
+from sglrollout.observe.series import Summary
 from sglrollout.pool.sleep import SleepReport
 from sglrollout.rollout import AsyncRolloutEngine, EngineStatus
 from sglrollout.serve.endpoint import OpenAIEndpoint
@@ -79,6 +81,7 @@ __all__ = [
     "DeviceMemoryError",
     "EngineDiedError",
     "EngineError",
+    "EngineMetrics",
     "EngineRequestError",
     "EngineStartError",
     "EngineStatus",
@@ -90,6 +93,7 @@ __all__ = [
     "GroupStream",
     "LifecycleError",
     "Message",
+    "Metrics",
     "MismatchReport",
     "ModuleSource",
     "NoEngineError",
@@ -110,6 +114,7 @@ __all__ = [
     "SleepReport",
     "StaleWeightsError",
     "Stream",
+    "Summary",
     "SyncReport",
     "Task",
     "TensorSource",

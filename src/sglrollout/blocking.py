@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -25,6 +25,7 @@ from sglrollout.engine.protocol import Engine
 from sglrollout.errors import ConfigError, LifecycleError
 from sglrollout.generation.batch import OnError
 from sglrollout.generation.stream import Stream
+from sglrollout.observe.metrics import Metrics
 from sglrollout.pool.sleep import TAGS, SleepReport
 from sglrollout.rollout import AsyncRolloutEngine, EngineStatus, config_of, refuse_fork
 from sglrollout.serve.endpoint import OpenAIEndpoint
@@ -40,6 +41,9 @@ from sglrollout.weights.leader import PauseMode
 from sglrollout.weights.report import SyncReport, VerifyReport
 from sglrollout.weights.sources import WeightSource
 from sglrollout.weights.syncer import WeightSyncer
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import CollectorRegistry
 
 T = TypeVar("T")
 Item = TypeVar("Item", covariant=True)
@@ -479,6 +483,22 @@ class RolloutEngine:
 
         self._call(call)
 
+    def metrics(self) -> Metrics:
+        """Every number, now, from any thread; also after :meth:`close`."""
+        return self._started.metrics()
+
+    def export_metrics(self, registry: CollectorRegistry | None = None) -> None:
+        """Let prometheus_client show the same numbers until this rollout is closed."""
+        self._rollout.export_metrics(registry)
+
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace of the latest samples, syncs, sleeps and deaths, for https://ui.perfetto.dev, as JSON."""
+        self._started._write_timeline(path)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page, which loads nothing, with plots of the whole past."""
+        self._started._write_report(path)
+
     @property
     def engines(self) -> tuple[EngineStatus, ...]:
         """Every engine's state now; empty before :meth:`start`."""
@@ -498,6 +518,13 @@ class RolloutEngine:
     def tokenizer(self) -> Any:
         """The model's tokenizer, as transformers loaded it."""
         return self._rollout.tokenizer
+
+    @property
+    def _started(self) -> AsyncRolloutEngine:
+        """Also once it is closed."""
+        if self._inner is None:
+            raise LifecycleError("this rollout is not started, and has nothing to show")
+        return self._inner
 
     @property
     def _rollout(self) -> AsyncRolloutEngine:

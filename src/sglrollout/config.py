@@ -263,6 +263,12 @@ class RolloutConfig(Options, frozen=True):
         description="Directory for the engines' logs; None is a temporary one. "
         'With isolation="thread" an engine writes to this process\'s own output instead.',
     )
+    timeline_events: int = Field(
+        default=20_000,
+        ge=0,
+        description="Latest samples, and as many changes of engines, that are kept for rollout.timeline(), in about "
+        "a quarter of a kilobyte each; 0 keeps none.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log lines to keep."
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import anyio.to_thread
@@ -30,6 +30,11 @@ from sglrollout.generation.sample import Failover
 from sglrollout.generation.sampler import Sampler
 from sglrollout.generation.stream import Stream
 from sglrollout.observe import progress as _progress
+from sglrollout.observe.metrics import Metrics
+from sglrollout.observe.prometheus import export
+from sglrollout.observe.recorder import Recorder
+from sglrollout.observe.report import write_report
+from sglrollout.observe.timeline import write_timeline
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.pool.sleep import TAGS, SleepReport, sleep, wake
 from sglrollout.pool.supervisor import Restarts
@@ -43,6 +48,9 @@ from sglrollout.text import Tokenizer
 from sglrollout.threads import is_async
 from sglrollout.types import Group, Prompt
 from sglrollout.wire.messages import EngineInfo, Load
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import CollectorRegistry
 
 _log = logging.getLogger("sglrollout")
 _LONGEST_S = 1e9
@@ -107,6 +115,8 @@ class AsyncRolloutEngine:
         self._settled = asyncio.Event()
         self._stop = asyncio.Event()
         self._failure: Exception | None = None
+        self._recorder = Recorder(self.config.timeline_events)
+        self._exports: list[Callable[[], None]] = []
 
     @classmethod
     def from_file(cls, path: str | Path, **overrides: Any) -> Self:
@@ -192,19 +202,27 @@ class AsyncRolloutEngine:
             engines = tuple(await anyio.to_thread.run_sync(build_engines, self.config))
         config = self.config
         pool = self._pool = Pool(engines, config.max_inflight, config.max_queued, _restarts(config))
+        with self._recorder.watching(pool):
+            await self._serve_pool(pool, tasks)
+
+    async def _serve_pool(self, pool: Pool, tasks: TaskGroup) -> None:
+        config = self.config
         try:
             tokenizer = await self._bring_up(pool, tasks)
             if config.stall_timeout_s is not None:
                 tasks.start_soon(Watchdog(pool, config.stall_timeout_s, config.start_timeout_s).run)
             info = pool.members[0].engine.info
             assert info is not None
-            self._ready = Ready(Sampler(pool, tokenizer, info, tasks, _failover(self.config)), tasks)
+            tasks.start_soon(self._recorder.run)
+            self._ready = Ready(Sampler(pool, tokenizer, info, tasks, _failover(config), self._recorder), tasks)
             self._settled.set()
             await anyio.sleep_forever()
         finally:
             self._ready = None
             self._failure = LifecycleError("this rollout is closed")  # for calls that come while engines end
             pool.shut(self._failure)
+            for withdraw in self._exports:
+                withdraw()
             with anyio.CancelScope(shield=True):
                 await pool.close()
 
@@ -422,7 +440,7 @@ class AsyncRolloutEngine:
         show = _progress.wanted(self.config.progress if progress is None else progress)
         if padding is not None and not isinstance(padding, Padding):
             raise ConfigError("padding", padding, "must be a sglrollout.Padding")
-        return Collector(self._until_ready, source, options, padding or Padding(), show)
+        return Collector(self._until_ready, source, options, padding or Padding(), show, self._recorder.collected)
 
     def _play(
         self,
@@ -571,7 +589,9 @@ class AsyncRolloutEngine:
         if not isinstance(drain_s, (int, float)) or not 0 <= drain_s < _LONGEST_S:
             raise ConfigError("drain_s", drain_s, "must be a number of seconds, at least 0")
         tags = tags if isinstance(tags, str) else tuple(tags)
-        return await sleep(await self._ready_pool(), tags, drain_s, check_timeout(timeout_s))
+        report = await sleep(await self._ready_pool(), tags, drain_s, check_timeout(timeout_s))
+        self._recorder.slept(report)
+        return report
 
     async def wake(self, tags: Sequence[str] | None = None, *, timeout_s: float = 60.0) -> None:
         """Take device memory again. After ``weights``, engines serve once a sync has filled them.
@@ -586,6 +606,59 @@ class AsyncRolloutEngine:
             ConfigError, LifecycleError: an unknown tag, or one that is not asleep.
         """
         await wake(await self._ready_pool(), None if tags is None else tuple(tags), check_timeout(timeout_s))
+
+    # ------------------------------------------------------------ what can be seen
+
+    def metrics(self) -> Metrics:
+        """Every number, now: cheap, and from any thread; ``metrics().to_dict()`` is for a logger.
+
+        Before :meth:`start` there are no engines in it; after :meth:`close` it is as it was then.
+        """
+        return self._recorder.metrics()
+
+    def export_metrics(self, registry: CollectorRegistry | None = None) -> None:
+        """Let prometheus_client show the same numbers until this rollout is closed.
+
+        They are read when they are asked for. Serve them with ``prometheus_client.start_http_server``.
+
+        Args:
+            registry: default: prometheus_client's own.
+
+        Raises:
+            ImportError: prometheus_client is missing: ``pip install "sglrollout[metrics]"``.
+            ConfigError: this or another rollout is in this registry.
+            LifecycleError: this rollout is closed.
+        """
+        if self._runner is not None and self._runner.done():
+            raise LifecycleError("this rollout is closed")
+        self._exports.append(export(self._recorder, registry))
+
+    async def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write a trace of the latest samples, syncs, sleeps and deaths, for https://ui.perfetto.dev, as JSON.
+
+        How many are kept is :attr:`RolloutConfig.timeline_events`.
+
+        Raises:
+            ConfigError: ``timeline_events`` is 0.
+            OSError: the file cannot be written.
+        """
+        await anyio.to_thread.run_sync(self._write_timeline, path)
+
+    async def report(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page, which loads nothing, with plots of the whole past.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        await anyio.to_thread.run_sync(self._write_report, path)
+
+    def _write_timeline(self, path: str | os.PathLike[str]) -> None:
+        if not self.config.timeline_events:
+            raise ConfigError("timeline_events", 0, "must be at least 1 for a timeline")
+        write_timeline(self._recorder, Path(path))
+
+    def _write_report(self, path: str | os.PathLike[str]) -> None:
+        write_report(self._recorder, f"sglrollout: {self.config.model}", Path(path))
 
     @property
     def _members(self) -> list[Member]:

@@ -37,8 +37,10 @@ class Collector:
         options: CollectOptions,
         padding: Padding,
         show: bool,
+        on_batch: Callable[[CollectReport], None] | None = None,
     ) -> None:
         self._ready, self._source, self._options, self._padding, self._show = ready, source, options, padding, show
+        self._on_batch = on_batch
         self._producer: Producer | None = None
         self._state: dict[str, Any] | None = None
         self._over = self._waiting = self._exhausted = False
@@ -83,7 +85,10 @@ class Collector:
             self._exhausted = True
             self._abandon()
             return None
-        return dataclasses.replace(batch, report=producer.tally.report)
+        report = producer.tally.report
+        if report is not None and self._on_batch is not None:
+            self._on_batch(report)
+        return dataclasses.replace(batch, report=report)
 
     async def _started(self) -> Producer:
         if self._producer is None:

@@ -80,6 +80,11 @@ class Request:
         return VersionSpan(version, start, starts[k + 1][1] if k + 1 < len(starts) else len(self.token_ids))
 
     @property
+    def first_version(self) -> int:
+        """The version of the oldest token; 0 before the first."""
+        return self._version_starts[0][0] if self._version_starts else 0
+
+    @property
     def last_version(self) -> int:
         """The version of the latest token; 0 before the first."""
         return self._version_starts[-1][0] if self._version_starts else 0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 
@@ -48,6 +48,19 @@ class Failover(NamedTuple):
     most: int
 
 
+class Observer(Protocol):
+    """Is told what becomes of samples, before anybody else is. It must not fail."""
+
+    def held(self, sample: Sample) -> None:
+        """It got a slot."""
+
+    def left(self, sample: Sample, error: Exception | None) -> None:
+        """It lost its engine, and goes on in another one, or later."""
+
+    def ended(self, sample: Sample) -> None:
+        """It has ended; perhaps it never had a slot."""
+
+
 class Sample:
     """A request and the slot it holds. Whatever ends it, frees the slot.
 
@@ -56,18 +69,23 @@ class Sample:
         prior: what was sampled of it before, with which it goes on.
         deadline: on ``time.monotonic``'s clock. Waiting for engines that sleep moves it.
         on_lost: called when it is to go on elsewhere.
+        observer: told what becomes of it.
     """
 
     __slots__ = (
         "_failover",
         "_lease",
         "_left",
+        "_observer",
         "_timer",
+        "asked_s",
         "chunk_tokens",
         "deadline",
         "handed_out",
+        "held_s",
         "index",
         "key",
+        "num_before",
         "num_lost",
         "num_resumed",
         "on_end",
@@ -94,6 +112,7 @@ class Sample:
         failover: Failover,
         on_lost: Callable[[Sample, Exception | None], None],
         prior: Completion | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.prepared, self.sampling, self.wire = prepared, sampling, wire
         self.index, self.key, self.deadline, self.outlives = index, key, deadline, outlives
@@ -109,7 +128,13 @@ class Sample:
         """Whether somebody has tokens of it, so that it cannot begin anew."""
         self.num_lost = self.num_resumed = 0
         """Engines that were lost under it, and how often it went on from its tokens."""
-        self._failover, self._left = failover, False
+        self.asked_s = self.request.created_s
+        """When it was asked for, or lost its last engine."""
+        self.held_s: float | None = None
+        """When it got its slot, unless it waits for one."""
+        self.num_before = len(self.request.token_ids)
+        """Tokens that it had by then."""
+        self._observer, self._failover, self._left = observer, failover, False
         self._lease: Lease[Member] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -137,6 +162,9 @@ class Sample:
         """It has a slot; its deadline runs."""
         self._lease = lease
         self.request.engine = lease.target.name
+        self.held_s, self.num_before = time.monotonic(), len(self.request.token_ids)
+        if self._observer is not None:
+            self._observer.held(self)
         if self.deadline is not None and self._timer is None:
             left = max(0.0, self.deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(left, self._expire)
@@ -183,6 +211,8 @@ class Sample:
 
     def _ended(self, request: Request) -> None:
         self.let_go()
+        if self._observer is not None:
+            self._observer.ended(self)
         if self.search is not None:
             self.search.cancel()
         if self.on_end is not None:
@@ -197,6 +227,9 @@ class Sample:
         resumes = self._failover.resume and resumable(self.sampling)
         if self.handed_out and not resumes:
             return False
+        if self._observer is not None:
+            self._observer.left(self, error)
+        self.asked_s, self.held_s = time.monotonic(), None
         if not resumes:
             self.request.forget()
         self.num_resumed += bool(self.request.token_ids)

@@ -21,7 +21,7 @@ from sglrollout.errors import (
     StaleWeightsError,
     fresh,
 )
-from sglrollout.generation.sample import Failover, Outlives, Prepared, Sample
+from sglrollout.generation.sample import Failover, Observer, Outlives, Prepared, Sample
 from sglrollout.pool.dispatcher import Lease
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.text import Tokenizer, check_token_ids
@@ -38,13 +38,20 @@ class Sampler:
         info: of the pool's engines, which are all alike.
         tasks: where samples whose engine was lost look for another.
         failover: of all samples.
+        observer: told what becomes of them.
     """
 
     def __init__(
-        self, pool: Pool, tokenizer: Tokenizer | None, info: EngineInfo, tasks: TaskGroup, failover: Failover
+        self,
+        pool: Pool,
+        tokenizer: Tokenizer | None,
+        info: EngineInfo,
+        tasks: TaskGroup,
+        failover: Failover,
+        observer: Observer | None = None,
     ) -> None:
         self.pool, self.tokenizer, self.info = pool, tokenizer, info
-        self._tasks, self._failover = tasks, failover
+        self._tasks, self._failover, self._observer = tasks, failover, observer
 
     def prepare(self, prompt: Prompt, field: str) -> Prepared:
         """Check one prompt and turn it into token ids.
@@ -128,6 +135,7 @@ class Sampler:
             failover=self._failover,
             on_lost=self._look_for_another,
             prior=prior,
+            observer=self._observer,
         )
         sample.on_end = on_end
         try:

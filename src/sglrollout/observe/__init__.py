@@ -1,4 +1,4 @@
-"""What a person sees of a running pool: progress now; metrics, timeline and report as they come.
+"""What a person sees of a running pool: progress, metrics, a timeline and a report.
 
-May import pool, engine, types, config and errors.
+May import pool, weights, engine, types, config and errors.
 """

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 from anyio.abc import TaskGroup
 
@@ -22,6 +22,8 @@ from sglrollout.wire.messages import Load
 
 SLEEP = "sleep"
 """What :attr:`Pool.busy` says while engines give up memory."""
+SYNC = "a weight sync"
+"""What it says while they get weights."""
 _log = logging.getLogger("sglrollout.pool")
 
 
@@ -159,6 +161,8 @@ class Pool:
         self.last_version = 0
         self.attached: object | None = None
         """The weight syncer whose plan engines hold; they hold one at a time."""
+        self.on_sync: Callable[[Any], None] | None = None
+        """Called at the end of each weight sync that went well, with its report. It must not fail."""
         self.watchers: list[Callable[[], None]] = []
         """Called after each change of a state or of the weight version. They must not fail."""
 

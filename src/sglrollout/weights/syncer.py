@@ -13,7 +13,7 @@ import anyio
 
 from sglrollout.engine.scratch import new_scratch, remove_scratch
 from sglrollout.errors import ConfigError, LifecycleError
-from sglrollout.pool.pool import Pool
+from sglrollout.pool.pool import SYNC, Pool
 from sglrollout.weights.control import Ranks
 from sglrollout.weights.leader import EngineFacts, Leader, PauseMode
 from sglrollout.weights.phases import Phases, beside, together
@@ -168,9 +168,12 @@ class WeightSyncer:
         if self._closed:
             raise LifecycleError("this weight syncer is closed")
         begun = time.perf_counter()
-        leader, scope = await self._enter("pause", "a weight sync")
+        leader, scope = await self._enter("pause", SYNC)
         with scope:
-            return await self._sync(leader, mode, version, begun)
+            report = await self._sync(leader, mode, version, begun)
+            if leader is not None and leader.pool.on_sync is not None:
+                leader.pool.on_sync(report)
+            return report
 
     async def _enter(self, phase: str, what: str) -> tuple[Leader | None, ExitStack]:
         """This rank's engines, for itself alone while the scope lasts. If they cannot be had, all ranks hear of it."""
