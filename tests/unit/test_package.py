@@ -147,6 +147,7 @@ HELPERS = {
     "boxes",
     "checksum",
     "concurrency",
+    "notebook",
     "threads",
     "version",
 }  # which import nothing of ours, and which all may import

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from sglrollout import notebook
 from sglrollout.errors import FailureBudgetError
 from sglrollout.types import Group
 
@@ -101,6 +102,11 @@ class CollectReport:
         numbers = {name: getattr(self, name) for name in self.__slots__ if name != "filtered"}
         numbers |= {f"filtered/{reason}": count for reason, count in self.filtered.items()}
         return {f"{prefix}{name}": float(value) for name, value in numbers.items() if value is not None}
+
+    def _repr_html_(self) -> str:
+        """For notebooks: every number, by its name."""
+        numbers = {name: notebook.number(value, 4) for name, value in self.as_dict(prefix="").items()}
+        return notebook.frame(notebook.facts(numbers))
 
     def __str__(self) -> str:
         reward = "" if self.reward_mean is None else f"reward {self.reward_mean:.3g} (std {self.reward_std:.3g}), "

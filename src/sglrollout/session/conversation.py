@@ -188,7 +188,12 @@ class Conversation:
 
 
 def _whole_text(last: Completion, detokenize: Detokenizer, whole: Completion) -> str:
-    """The text of all turns. A stop string that ended the last one may be in former ones, too, where it belongs."""
+    """The text of all turns. A stop string that ended the last one may be in former ones, too, where it belongs.
+
+    A few tokens of it, which come without a mask, are decoded as they are.
+    """
+    if whole.loss_mask is None:
+        return detokenize(whole)
     before = whole.token_ids[: len(whole.token_ids) - len(last.token_ids)]
     return detokenize(dataclasses.replace(last, token_ids=before, logprobs=None, stop_match=None)) + last.text
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglrollout import notebook
+
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
@@ -60,16 +62,28 @@ class SyncReport:
         floor_s = self.num_bytes / self.copy_bytes_per_s if self.copy_bytes_per_s else 0.0
         return self.transfer_s / floor_s if floor_s else 0.0
 
-    def __str__(self) -> str:
-        phases = {
-            "plan": self.plan_s,
-            "wake": self.wake_s,
-            "pause": self.pause_s,
-            "transfer": self.transfer_s,
-            "flush": self.flush_s,
-            "resume": self.resume_s,
+    @property
+    def _phases(self) -> dict[str, float]:
+        """Those that took time, in order."""
+        names = ("plan", "wake", "pause", "transfer", "flush", "resume")
+        return {name: seconds for name in names if (seconds := getattr(self, f"{name}_s"))}
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what was sent, and a bar for each phase."""
+        facts = {
+            "version": self.version,
+            "weights": f"{self.num_bytes / 1e9:.3g} GB in {self.num_tensors} tensors and {self.num_buckets} buckets",
+            "engines": self.num_engines,
+            "method": f"{self.method}, {self.mode}" + (f", because {self.why_portable}" if self.why_portable else ""),
+            "transfer": f"{self.gb_per_s:.3g} GB/s, {self.floor_ratio:.2g} times one device copy; "
+            f"gather {_ms(self.gather_s)}, load {_ms(self.load_s)}",
         }
-        shown = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in phases.items() if seconds)
+        seconds = {**self._phases, "total": self.total_s}
+        rows = [(notebook.text(name), _ms(spent), notebook.bar(spent, self.total_s)) for name, spent in seconds.items()]
+        return notebook.frame(notebook.facts(facts), notebook.table(("phase", "time", ""), rows))
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in self._phases.items())
         why = f" because {self.why_portable}" if self.why_portable else ""
         return (
             f"version {self.version}: {self.num_bytes / 1e9:.3g} GB in {self.num_tensors} tensors and "
