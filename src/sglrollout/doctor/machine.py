@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from sglrollout.doctor.facts import Facts
 from sglrollout.doctor.finding import Finding, count, size
 
@@ -73,7 +75,7 @@ def scratch(facts: Facts) -> Finding:
     fix = "export TMPDIR=/path/of/your/own, short, on a local disk"
     if scratch.error:
         return Finding("TMPDIR", "wrong", f"{scratch.root}: {scratch.error}", fix)
-    if asked and asked.rstrip("/") != scratch.root.rstrip("/"):
+    if asked and os.path.abspath(asked) != scratch.root:
         found += f" instead of {asked}, which cannot be written or is too long for the paths of sockets"
         return Finding("TMPDIR", "warning", found, fix)
     if not scratch.is_private:

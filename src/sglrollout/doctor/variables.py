@@ -78,10 +78,13 @@ def sglang_variables(facts: Facts) -> Finding | None:
 
 
 def hub(facts: Facts) -> Finding:
-    given = [name for name in _OFFLINE if facts.environment.get(name, "").lower() in _TRUE]
+    environment = facts.environment
+    home = environment.get("HF_HOME", "~/.cache/huggingface")
+    cache = environment.get("HF_HUB_CACHE", f"{home}/hub")
+    given = [name for name in _OFFLINE if environment.get(name, "").lower() in _TRUE]
     if not given:
-        return Finding("model hub", "ok", "online: a model that is not here is downloaded")
-    found = f"{_assignments(facts.environment, given)}: models are a path, or in the Hub's cache already"
+        return Finding("model hub", "ok", f"online: a model that is not in {cache} is downloaded")
+    found = f"{_assignments(environment, given)}: models are a path, or in {cache} already"
     return Finding("model hub", "ok", found)
 
 
