@@ -64,7 +64,7 @@ def _try_scratch() -> Scratch:
         directory = new_scratch()
     except ConfigError as error:
         return Scratch(root=str(root), error=error.rule)
-    root, problem = directory.parent, ""
+    root, problem = directory.parent.absolute(), ""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.bind(str(directory / _LONGEST_SOCKET_NAME))
