@@ -79,7 +79,8 @@ class Metrics:
         tokens_per_s: sampled, over the last ten seconds.
         num_tokens: sampled, those of samples that still run included.
         num_samples: that ended, for whatever reason.
-        finish_reasons: the same by finish reason; ``abort`` counts those that were cancelled in the queue, too.
+        finish_reasons: the same by finish reason; ``abort`` counts those, too, that were cancelled in the queue, or
+            refused before it, as by one that was full.
         truncated_ratio: share of those that ended whole (``stop``, ``length``) that ended for lack of room.
         num_prompt_tokens, num_cached_tokens: of samples that ended: their prompts, and what of these was in a cache.
         prefix_cache_hit_rate: the latter by the former.

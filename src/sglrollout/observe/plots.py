@@ -14,17 +14,15 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 28
 COLORS = ("#3b6fb6", "#d9822b", "#3a9a5b", "#b6403b", "#7b5cb8", "#6b7280")
 
 
-def lines(of: Mapping[str, Line], unit: str = "", dots: bool = False) -> str:
-    """Lines over seconds, from 0 up. With ``dots`` each point is marked, for those that are few."""
+def lines(of: Mapping[str, Line], end: float, unit: str = "", dots: bool = False) -> str:
+    """Lines from 0 up, over the seconds from 0 to ``end``. With ``dots`` each point is marked, where they are few."""
     points = [point for line in of.values() for point in line]
     if not points:
         return _nothing()
-    begin, end = min(x for x, _ in points), max(x for x, _ in points)
     top = max(y for _, y in points) or 1.0
-    span = end - begin or 1.0
-    inner = [_frame(begin, end, top, unit)]
+    inner = [_frame(end, top, unit)]
     for color, line in zip(_colors(len(of)), of.values(), strict=True):
-        at = [(_LEFT + (x - begin) / span * (_WIDTH - _LEFT - _RIGHT), _y(y / top)) for x, y in line]
+        at = [(_LEFT + x / end * (_WIDTH - _LEFT - _RIGHT), _y(y / top)) for x, y in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
         inner.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         if dots:
@@ -47,14 +45,14 @@ def bars(of: Mapping[str, float]) -> str:
     return _svg("".join(inner), height)
 
 
-def _frame(begin: float, end: float, top: float, unit: str) -> str:
+def _frame(end: float, top: float, unit: str) -> str:
     parts = []
     for share in (0.0, 0.5, 1.0):
         y = _y(share)
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_WIDTH - _RIGHT}" y2="{y:.1f}" class="grid"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_short(top * share)}{unit}</text>')
     bottom = _HEIGHT - 8
-    parts.append(f'<text x="{_LEFT}" y="{bottom}">{_short(begin)} s</text>')
+    parts.append(f'<text x="{_LEFT}" y="{bottom}">0 s</text>')
     parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{bottom}" text-anchor="end">{_short(end)} s</text>')
     return "".join(parts)
 

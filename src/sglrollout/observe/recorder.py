@@ -223,7 +223,8 @@ class Recorder:
         assert pool is not None
         now = time.monotonic()
         for member in pool.members:
-            state, (before, since_s) = member.state.value, self._states[member.name]
+            state = member.state.value
+            before, since_s = self._states.setdefault(member.name, (state, now))
             if state == before:
                 continue
             self._states[member.name] = (state, now)

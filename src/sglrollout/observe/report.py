@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -40,9 +41,10 @@ def page(recorder: Recorder, title: str) -> str:
     metrics, points, begun_s = recorder.metrics(), recorder.points, recorder.begun_s
     syncs = [(end_s - begun_s, report) for end_s, report in list(recorder.syncs)]
     batches = [(when_s - begun_s, mean, most) for when_s, mean, most in list(recorder.batches)]
+    draw = partial(lines, end=max(recorder.now_s - begun_s, 1e-9))
     sections = {
-        "Throughput": lines({"tokens/s": _rate(points, begun_s)}),
-        "Running and queued": lines(
+        "Throughput": draw({"tokens/s": _rate(points, begun_s)}),
+        "Running and queued": draw(
             {
                 "inflight": [(p.when_s - begun_s, p.num_inflight) for p in points],
                 "running in engines": [(p.when_s - begun_s, p.num_running) for p in points],
@@ -50,17 +52,17 @@ def page(recorder: Recorder, title: str) -> str:
                 "queued": [(p.when_s - begun_s, p.num_queued) for p in points],
             }
         ),
-        "KV use": lines(
+        "KV use": draw(
             {
                 "mean of engines": [(p.when_s - begun_s, 100 * p.kv_usage_mean) for p in points],
                 "fullest engine": [(p.when_s - begun_s, 100 * p.kv_usage_max) for p in points],
             },
             unit=" %",
         ),
-        "Staleness of batches": lines(
+        "Staleness of batches": draw(
             {"mean": [(x, mean) for x, mean, _ in batches], "max": [(x, most) for x, _, most in batches]}, dots=True
         ),
-        "Weight syncs": lines(
+        "Weight syncs": draw(
             {
                 phase: [(x, getattr(report, f"{phase}_s")) for x, report in syncs]
                 for phase in ("total", "pause", "transfer", "flush", "resume")
