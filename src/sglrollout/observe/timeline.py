@@ -12,8 +12,9 @@ from sglrollout.pool.pool import EngineState
 from sglrollout.weights.report import SyncReport
 
 Event: TypeAlias = dict[str, Any]
-_POOL = 0
-_WORK, _PHASES, _STATE = 1, 2, 1
+_POOL = 1  # 0 is taken for the kernel's idle process
+_SAMPLES, _STATE, _WORK, _PHASES = range(4)
+_ENDS = {EngineState.RESTARTING.value: "died", EngineState.DEAD.value: "dead for good"}
 _IN_ORDER = ("plan", "pause", "wake", "transfer", "flush", "resume")
 
 
@@ -33,7 +34,7 @@ def write_timeline(recorder: Recorder, path: Path) -> None:
 
 def trace(recorder: Recorder) -> list[Event]:
     """The events, in the order of their times: microseconds since the rollout's start."""
-    pids = {name: number for number, name in enumerate(recorder.engines, start=1)}
+    pids = {name: number for number, name in enumerate(recorder.engines, start=_POOL + 1)}
     events: list[Event] = []
     for number, stay in enumerate(recorder.stays):
         events += _of_stay(stay, pids.get(stay.engine, _POOL) if stay.held_s is not None else _POOL, number)
@@ -52,19 +53,25 @@ def trace(recorder: Recorder) -> list[Event]:
 
 def _names(pids: dict[str, int]) -> Iterator[Event]:
     for name, pid in {"rollout": _POOL, **pids}.items():
-        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-    for pid, tid, name in [
+        row = _row(pid, _SAMPLES)
+        yield {"ph": "M", "name": "process_name", **row, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", **row, "args": {"sort_index": pid}}
+    for pid, row_number, name in [
         (_POOL, _WORK, "syncs and sleeps"),
         (_POOL, _PHASES, "phases of syncs"),
         *((pid, _STATE, "state") for pid in pids.values()),
     ]:
-        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_name", **_row(pid, row_number), "args": {"name": name}}
+
+
+def _row(pid: int, number: int) -> dict[str, int]:
+    """No thread of one process has the number of another's."""
+    return {"pid": pid, "tid": 10 * pid + number}
 
 
 def _of_stay(stay: Stay, pid: int, number: int) -> Iterator[Event]:
     """Nested slices: the sample, and its phases one after another."""
-    common = {"cat": "sample", "id": f"{number:#x}", "pid": pid, "tid": 0}
+    common = {"cat": "sample", "id": f"{number:#x}", **_row(pid, _SAMPLES)}
 
     def pair(name: str, begin_s: float, end_s: float, **args: Any) -> tuple[Event, Event]:
         begin = {"ph": "b", "name": name, "ts": begin_s, **common, **({"args": args} if args else {})}
@@ -88,16 +95,16 @@ def _of_stay(stay: Stay, pid: int, number: int) -> Iterator[Event]:
 
 
 def _of_spell(spell: Spell, pids: dict[str, int]) -> Iterator[Event]:
-    common = {"pid": pids.get(spell.engine, _POOL), "tid": _STATE if spell.engine else _WORK}
+    common = _row(pids.get(spell.engine, _POOL), _STATE if spell.engine else _WORK)
     seconds = spell.end_s - spell.begin_s
     yield {"ph": "X", "name": spell.what, "cat": "state", "ts": spell.begin_s, "dur": seconds, **common}
-    if spell.what in (EngineState.RESTARTING.value, EngineState.DEAD.value):
-        yield {"ph": "i", "name": "died", "cat": "state", "ts": spell.begin_s, "s": "p", **common}
+    if spell.what in _ENDS:
+        yield {"ph": "i", "name": _ENDS[spell.what], "cat": "state", "ts": spell.begin_s, "s": "p", **common}
 
 
 def _of_sync(end_s: float, report: SyncReport) -> Iterator[Event]:
     """Its phases end to end, as only their lengths are known."""
-    common = {"ph": "X", "cat": "sync", "pid": _POOL, "tid": _PHASES}
+    common = {"ph": "X", "cat": "sync", **_row(_POOL, _PHASES)}
     at_s = end_s - report.total_s
     for phase in _IN_ORDER:
         seconds = min(getattr(report, f"{phase}_s"), max(0.0, end_s - at_s))
@@ -109,4 +116,4 @@ def _of_sync(end_s: float, report: SyncReport) -> Iterator[Event]:
 def _of_point(point: Point) -> Iterator[Event]:
     samples = {"queued": point.num_queued, "inflight": point.num_inflight}
     for name, args in (("samples", samples), ("KV use", {"mean": point.kv_usage_mean, "max": point.kv_usage_max})):
-        yield {"ph": "C", "name": name, "pid": _POOL, "tid": 0, "ts": point.when_s, "args": args}
+        yield {"ph": "C", "name": name, **_row(_POOL, _SAMPLES), "ts": point.when_s, "args": args}
