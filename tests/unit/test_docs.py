@@ -251,3 +251,14 @@ def test_every_test_that_the_page_on_reliability_names_exists() -> None:
     for file, test in named:
         source = (DOCS.parent / "tests" / file).read_text(encoding="utf-8")
         assert not test or re.search(rf"def {test}\(", source), f"{file} has no {test}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = set(
+        re.findall(r"^::: sglrollout\.(\w+)$", (DOCS / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    errors = {
+        name for name in sr.__all__ if isinstance(getattr(sr, name), type) and issubclass(getattr(sr, name), Exception)
+    }
+    aliases = {"FinishReason", "Message", "Prompt", "__version__"}
+    assert named == set(sr.__all__) - errors - aliases
