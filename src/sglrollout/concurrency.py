@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from types import TracebackType
+from typing import Self
 
 import anyio
+
+
+class Abandonable(ABC):
+    """What is ended by :meth:`aclose`, and at the end of its ``async with``."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """End what still runs. Safe to call twice."""
+
+    async def aclose(self) -> None:
+        """End what still runs, and abort its samples."""
+        self._abandon()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abandon()
 
 
 async def in_parallel(calls: Iterable[Callable[[], Awaitable[object]]]) -> None:

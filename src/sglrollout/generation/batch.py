@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 import anyio
@@ -14,6 +13,7 @@ import anyio.lowlevel
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from sglrollout.concurrency import Abandonable
 from sglrollout.config import Sampling
 from sglrollout.errors import ConfigError, LifecycleError, fresh
 from sglrollout.generation.sample import Prepared, Sample
@@ -194,7 +194,7 @@ class _Batch:
             self._changed.set()
 
 
-class GroupStream:
+class GroupStream(Abandonable):
     """Groups of one call, by ``async for``, in the order in which they complete.
 
     Samples are fed in prompt order; the feeder waits for a slot for each, so that one sample of the call stands in the
@@ -232,18 +232,6 @@ class GroupStream:
             self._over = True
             raise StopAsyncIteration
         return group
-
-    async def aclose(self) -> None:
-        """End what still runs."""
-        self._abandon()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._abandon()
 
     def _abandon(self) -> None:
         self._over = True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import Self
 
+from sglrollout.concurrency import Abandonable
 from sglrollout.config import Sampling
 from sglrollout.engine.protocol import Request
 from sglrollout.errors import LifecycleError
@@ -17,7 +17,7 @@ from sglrollout.text import StreamText
 from sglrollout.types import Chunk, Completion, FinishReason, Prompt
 
 
-class Stream:
+class Stream(Abandonable):
     """Chunks of one sample, by ``async for``.
 
     It starts at the first step of the loop. Leaving the loop early, by ``break``, an exception or cancellation, aborts
@@ -103,18 +103,6 @@ class Stream:
         final = (lambda: self.completion.text) if part.last else None
         text = self._text.add(part.token_ids, final) if self._text is not None else None
         return Chunk(part.token_ids, part.logprobs, part.weight_version, reason, text)
-
-    async def aclose(self) -> None:
-        """Abort the sample if it still runs."""
-        self._abandon()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._abandon()
 
     def _abandon(self) -> None:
         self._over = True

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 import anyio
 
+from sglrollout.concurrency import Abandonable
 from sglrollout.errors import LifecycleError
 from sglrollout.session.block import Block
 from sglrollout.session.turn import Turn, TurnRun
@@ -59,7 +59,7 @@ class _Use:
             self.loop.call_soon_threadsafe(self.run.cancel, "the stream was left")
 
 
-class SessionStream:
+class SessionStream(Abandonable):
     """Chunks of a turn, by ``async for``. After the last one the turn is in the session, and in :attr:`turn`.
 
     It begins at the first step of the loop. A loop that is left early, by ``break``, an exception or cancellation,
@@ -134,18 +134,6 @@ class SessionStream:
         text = self._text.add(part.token_ids, (lambda: turn.text) if turn is not None else None) if self._text else None
         reason = turn.finish_reason if turn is not None else None
         return Chunk(part.token_ids, part.logprobs, part.weight_version, reason, text)
-
-    async def aclose(self) -> None:
-        """Abort the turn, if it has not ended."""
-        self._abandon()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._abandon()
 
     def _abandon(self) -> None:
         if not self._over and self._use is not None:
