@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -44,6 +45,19 @@ async def test_an_engine_in_which_nothing_moves_is_ended_and_its_samples_go_on_e
         groups = await rollout.generate([[i] for i in range(4)], sampling=LONG)
         assert 0.15 < time.monotonic() - begun < 2
         assert {group.completions[0].engine for group in groups} == {"engine-1"}
+        assert [status.state for status in rollout.engines] == ["dead", "ready"]
+
+
+async def test_one_that_hangs_is_found_also_if_what_runs_in_it_is_given_up_each_time_before() -> None:
+    engines = [ScriptedEngine(f"engine-{i}") for i in range(2)]
+    async with rollout_of(*engines) as rollout:
+        await warm(rollout)
+        engines[0].hang = True
+        with anyio.fail_after(10):
+            while rollout.engines[0].state == "ready":
+                with suppress(sr.RequestTimeoutError):
+                    await rollout.generate([[i] for i in range(4)], sampling=LONG, timeout_s=0.1)
+                await anyio.sleep(0.06)  # at least one look at which nothing runs
         assert [status.state for status in rollout.engines] == ["dead", "ready"]
 
 

@@ -19,8 +19,8 @@ _MOST_UNANSWERED = 2
 class Watchdog:
     """Looks at each engine once in a while, and asks it nothing: a probe would wait behind the work that it watches.
 
-    What counts is how many looks in a row have seen nothing move, not the time between them: while the user's code
-    blocks the event loop nobody looks, and no engine can be blamed.
+    What counts is how many looks have seen nothing move since something last did, not the time between them: while the
+    user's code blocks the event loop nobody looks, and no engine can be blamed. While nothing runs looks do not count.
 
     Args:
         stall_timeout_s: without a sign of progress, while requests run, after which an engine is ended.
@@ -49,9 +49,11 @@ class Watchdog:
             seen = self._seen[member.name] = _Seen(engine.info)
         if engine.num_unanswered >= _MOST_UNANSWERED:
             return f"it hangs: {engine.num_unanswered} commands in a row were not answered in time"
-        num_inflight = self._pool.dispatcher.num_inflight(member)
-        if engine.progress != seen.progress or not num_inflight or member.paused:
+        if engine.progress != seen.progress or member.paused:
             seen.progress, seen.num_still = engine.progress, 0
+            return ""
+        num_inflight = self._pool.dispatcher.num_inflight(member)
+        if not num_inflight:  # that requests are given up is no sign that it works
             return ""
         seen.num_still += 1
         limit_s = self._stall_s if engine.num_outputs else self._first_s
@@ -61,7 +63,7 @@ class Watchdog:
 
 
 class _Seen:
-    """What was seen of an engine in one life of it. ``num_still``: looks in a row at which nothing had moved."""
+    """What was seen of an engine in one life of it. ``num_still``: looks that count, since something last moved."""
 
     def __init__(self, life: EngineInfo | None) -> None:
         self.life, self.progress, self.num_still = life, -1, 0
