@@ -127,7 +127,7 @@ async def test_a_command_to_a_dead_engine_fails_at_once() -> None:
         await client.command("flush_cache", timeout_s=1.0)
 
 
-async def test_commands_in_a_row_that_nobody_answered_are_counted() -> None:
+async def test_commands_that_nobody_answered_are_counted() -> None:
     ours, theirs = socket.socketpair()
     client, running, _ = await running_client(ours, GoneHost())
     client._control_timeout_s = 0.02
@@ -151,6 +151,54 @@ async def test_commands_in_a_row_that_nobody_answered_are_counted() -> None:
     assert client.num_unanswered == 0
     await host.close()
     await running
+
+
+async def test_progress_and_answers_also_late_ones_forgive_commands_that_nobody_answered() -> None:
+    ours, theirs = socket.socketpair()
+    client, running, _ = await running_client(ours, GoneHost())
+    client._control_timeout_s = 0.02
+    host = await host_channel(theirs)
+    load = Load(1, 1, 0, 0.1, 0.0, 100.0, published_s=5.0)
+    counts = []
+    for sign in (
+        lambda number: Reply(number, "TimeoutError: SGLang did not answer", True),
+        lambda number: Reply(number, value={}),
+        lambda number: load,
+        lambda number: load,
+        lambda number: Outputs(0, [Output(9, [5], None)]),
+    ):
+        client.num_unanswered = 0
+        number = client._next_id
+        with pytest.raises(EngineRequestError, match="was not answered"):
+            await client.command("memory")
+        host.send(sign(number))
+        await host.drain()
+        await asyncio.sleep(0.02)
+        counts.append(client.num_unanswered)
+    assert counts == [1, 0, 0, 1, 0]
+    await host.close()
+    await running
+
+
+async def test_commands_that_schedulers_are_to_answer_are_pending_until_they_are_answered_or_given_up() -> None:
+    ours, theirs = socket.socketpair()
+    client, running, _ = await running_client(ours, GoneHost())
+    host = await host_channel(theirs)
+    names = ("describe_weights", "memory", "parse_tool_calls")
+    commands = [asyncio.ensure_future(client.command(name)) for name in names]
+    while len(client._replies) < len(names):
+        await asyncio.sleep(0)
+    assert client.num_pending == 2
+    host.send(Reply(min(client._replies), value={}))
+    await commands[0]
+    assert client.num_pending == 1
+    commands[1].cancel()
+    await asyncio.wait([commands[1]])
+    assert client.num_pending == 0
+    await host.close()
+    await running
+    with pytest.raises(EngineDiedError):
+        await commands[2]
 
 
 async def test_tokens_and_news_of_the_load_are_progress_and_the_same_news_again_are_not() -> None:

@@ -145,6 +145,22 @@ async def test_an_engine_that_answers_no_command_is_ended() -> None:
                 await anyio.sleep(0.01)
 
 
+async def test_one_that_is_to_answer_a_command_is_left_alone_until_it_has() -> None:
+    engine = ScriptedEngine()
+    async with rollout_of(engine) as rollout:
+        await warm(rollout)
+        task = asyncio.ensure_future(rollout.generate([PROMPT], sampling=LONG, on_error="return"))
+        while not engine.num_running:
+            await asyncio.sleep(0)
+        engine.hang, engine.num_pending = True, 1
+        await anyio.sleep(0.6)
+        assert rollout.engines[0].state == "ready"
+        engine.num_pending = 0
+        with anyio.fail_after(5):
+            await task
+        assert rollout.engines[0].state == "dead"
+
+
 async def test_it_can_be_switched_off() -> None:
     engine = ScriptedEngine()
     async with rollout_of(engine, stall_timeout_s=None) as rollout:

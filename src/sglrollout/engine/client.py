@@ -45,6 +45,8 @@ from sglrollout.wire.messages import (
 
 _LOG_TAIL_LINES = 30
 _LAST_WORDS_S = 0.25
+_OF_THE_HOST_ALONE = "parse_tool_calls"
+"""The command that schedulers hear nothing of."""
 _log = logging.getLogger("sglrollout.engine")
 
 T = TypeVar("T")
@@ -95,6 +97,7 @@ class EngineClient:
         self._channel: Channel[FromHost, ToHost] | None = None
         self._requests: dict[int, Request] = {}
         self._replies: dict[int, tuple[anyio.Event, list[Reply]]] = {}
+        self._pending: set[int] = set()
 
     # ------------------------------------------------------------ life
 
@@ -231,6 +234,7 @@ class EngineClient:
             case Outputs():
                 self.progress += 1
                 self.num_outputs += 1
+                self.num_unanswered = 0
                 requests, version = self._requests, message.weight_version
                 for output in message.outputs:
                     request = requests.get(output.request_id)
@@ -240,11 +244,15 @@ class EngineClient:
                         del requests[output.request_id]
                     request.deliver(output, version)
             case Load():
-                self.progress += self.load is None or self.load.published_s != message.published_s
+                if self.load is None or self.load.published_s != message.published_s:
+                    self.progress += 1
+                    self.num_unanswered = 0
                 self.load = message
                 if self.on_load is not None:
                     self.on_load(message)
             case Reply():
+                if not message.timed_out:  # also of one that nobody waits for any more
+                    self.num_unanswered = 0
                 waiting = self._replies.pop(message.command_id, None)
                 if waiting is not None:
                     waiting[1].append(message)
@@ -292,6 +300,10 @@ class EngineClient:
         return self._host.log_tail(_LOG_TAIL_LINES) if self._host is not None else ""
 
     # ------------------------------------------------------------ work
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
 
     async def submit(self, request: Request) -> None:
         """Hand a request to the engine.
@@ -343,6 +355,8 @@ class EngineClient:
         command_id, event, answers = self._next_id, anyio.Event(), list[Reply]()
         self._next_id += 1
         self._replies[command_id] = (event, answers)
+        if name != _OF_THE_HOST_ALONE:
+            self._pending.add(command_id)
         given = {} if timeout_s is None else {"timeout_s": timeout_s}
         self._channel.send(Command(command_id, name, {**arguments, **given}))  # type: ignore[arg-type]
         within_s = self._control_timeout_s + (timeout_s or 0.0)
@@ -354,13 +368,14 @@ class EngineClient:
             raise EngineRequestError(self.name, f"{name} was not answered within {within_s:g} s") from None
         finally:
             self._replies.pop(command_id, None)
+            self._pending.discard(command_id)
         if not answers:
             raise (
                 fresh(self._death)
                 if self._death
                 else EngineRequestError(self.name, f"it was closed before {name} was answered")
             )
-        self.num_unanswered = self.num_unanswered + 1 if answers[0].timed_out else 0
+        self.num_unanswered += answers[0].timed_out
         if answers[0].error:
             raise EngineRequestError(self.name, f"{name} failed: {answers[0].error}")
         return answers[0].value

@@ -167,7 +167,11 @@ class Engine(Protocol):
     num_outputs: int
     """How often tokens have come of it, in this life."""
     num_unanswered: int
-    """Commands in a row that were not answered in time."""
+    """Commands that were not answered in time, since the last sign that it works: progress, or an answer."""
+
+    @property
+    def num_pending(self) -> int:
+        """Commands that its schedulers are to answer yet, within deadlines of their own; they may take no step."""
 
     @property
     def progress(self) -> int:

@@ -20,7 +20,8 @@ class Watchdog:
     """Looks at each engine once in a while, and asks it nothing: a probe would wait behind the work that it watches.
 
     What counts is how many looks have seen nothing move since something last did, not the time between them: while the
-    user's code blocks the event loop nobody looks, and no engine can be blamed. While nothing runs looks do not count.
+    user's code blocks the event loop nobody looks, and no engine can be blamed. Looks do not count while nothing runs,
+    nor while a command is to be answered: it may occupy the scheduler, and has a deadline of its own.
 
     Args:
         stall_timeout_s: without a sign of progress, while requests run, after which an engine is ended.
@@ -48,12 +49,12 @@ class Watchdog:
         if seen is None or seen.life is not engine.info:
             seen = self._seen[member.name] = _Seen(engine.info)
         if engine.num_unanswered >= _MOST_UNANSWERED:
-            return f"it hangs: {engine.num_unanswered} commands in a row were not answered in time"
+            return f"it hangs: {engine.num_unanswered} commands were not answered in time, and nothing moved"
         if engine.progress != seen.progress or member.paused:
             seen.progress, seen.num_still = engine.progress, 0
             return ""
         num_inflight = self._pool.dispatcher.num_inflight(member)
-        if not num_inflight:  # that requests are given up is no sign that it works
+        if not num_inflight or engine.num_pending:  # which is no sign that it works, either
             return ""
         seen.num_still += 1
         limit_s = self._stall_s if engine.num_outputs else self._first_s

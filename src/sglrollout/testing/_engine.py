@@ -77,7 +77,7 @@ class FakeEngine(ABC, Generic[T]):
         self.devices: Sequence[str] = ()
         self.info: EngineInfo | None = None
         self.load: Load | None = None
-        self.num_outputs = self.num_unanswered = 0
+        self.num_outputs = self.num_unanswered = self.num_pending = 0
         self.on_load: Callable[[Load], None] | None = None
         self.on_death: Callable[[Exception], None] | None = None
         self.commands: list[str] = []
@@ -152,7 +152,7 @@ class FakeEngine(ABC, Generic[T]):
 
     def _begin_life(self) -> None:
         self._stage, self.info, self.load = "starting", None, None
-        self.num_outputs = self.num_unanswered = 0
+        self.num_outputs = self.num_unanswered = self.num_pending = 0
         self.num_starts += 1
         self.weights = self._weight_version = self._first_version
         self._paused = self._loaded = False
