@@ -55,7 +55,7 @@ class Worker:
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(report, value, error)
 
-        self._start()
+        self.start()
         self._jobs.put(job)
         value, error = await future
         if error is not None:
@@ -66,11 +66,16 @@ class Worker:
         """End the thread, once it has made the call it is at."""
         self._jobs.put(None)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Have the thread.
+
+        Raises:
+            RuntimeError: this machine has none left.
+        """
         if self._thread is None:
-            name = f"sglrollout-user-{next(_numbers)}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"sglrollout-user-{next(_numbers)}", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -113,6 +118,7 @@ class Workers:
             if self.num_stuck >= 4 * self._most:
                 raise StuckThreadsError(f"{self.num_stuck} calls run on past their timeout")
             worker = self._idle.pop() if self._idle else Worker()
+            worker.start()
             self._num_busy += 1
             made = left = False
 
@@ -134,6 +140,8 @@ class Workers:
                     left = True
                     self._num_busy -= 1
                     self.num_stuck += 1
+                    if not self._num_busy:
+                        self._end_idle()
 
     def _end_idle(self) -> None:
         while self._idle:

@@ -93,6 +93,18 @@ async def test_a_host_whose_end_of_the_channel_a_fork_holds_open_is_known_to_be_
     assert "exit code -9" in str(deaths[0])
 
 
+async def test_that_is_so_with_much_unsent_and_nobody_who_reads_it() -> None:
+    ours, theirs = socket.socketpair()
+    client, running, deaths = await running_client(ours, GoneHost(ends_after_s=0.1))
+    request = Request(MORE_THAN_A_SOCKET_HOLDS, {})
+    sending = asyncio.ensure_future(client.submit(request))
+    with theirs, anyio.fail_after(2):
+        await running
+        await sending
+    assert isinstance(request.error, EngineDiedError)
+    assert len(deaths) == 1
+
+
 async def test_a_request_that_the_engine_fails_has_an_error_that_says_so() -> None:
     ours, theirs = socket.socketpair()
     client, running, _ = await running_client(ours, GoneHost())

@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 
 import sglrollout as sr
 from sglrollout.testing import ScriptedEngine
@@ -249,3 +250,97 @@ async def test_those_of_many_callers_all_go_on_and_nothing_is_left_over() -> Non
         assert is_idle(rollout, *engines)
     assert all(completion.token_ids == WHOLE for group in groups for completion in group.completions)
     assert [e.alive for e in engines[:3]] == [False] * 3
+
+
+# ------------------------------------------------------------ what is no loss
+
+
+@pytest.mark.parametrize("failover", ["resume", "restart", "none"])
+async def test_what_a_sync_cuts_goes_on_from_its_tokens_whatever_becomes_of_those_that_lose_their_engine(
+    failover: str,
+) -> None:
+    only = engine(token_s=0.0005)
+    async with (
+        rollout_of(only, failover=failover) as rollout,
+        sr.WeightSyncer(rollout, sr.TensorSource({"w": torch.zeros(2)})) as syncer,
+        rollout.session(sampling=LONG) as session,
+    ):
+        session.add_tokens(PROMPT)
+        turn = asyncio.ensure_future(session.generate())
+        await until(lambda: only.num_tokens > 40)
+        await syncer.sync("abort")
+        completion = (await turn).completion
+    assert completion.token_ids == WHOLE
+    assert [span.version for span in completion.weight_versions] == [0, 1]
+    assert completion.weight_versions[0].end >= 32
+
+
+# ------------------------------------------------------------ an engine that takes nothing
+
+
+class Deaf(ScriptedEngine):
+    """Its channel is full: a request is its own, and the wait for it to be sent has no end."""
+
+    num_waiting_callers = 0
+
+    async def submit(self, request: Any) -> None:
+        await super().submit(request)
+        self.num_waiting_callers += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_waiting_callers -= 1
+
+
+async def test_a_deadline_ends_the_wait_for_an_engine_that_takes_nothing() -> None:
+    deaf = Deaf("engine-0", continuing, hang=True)
+    async with rollout_of(deaf) as rollout:
+        with anyio.fail_after(2), pytest.raises(sr.RequestTimeoutError):
+            await rollout.generate([PROMPT], sampling=LONG, timeout_s=0.1)
+        with anyio.fail_after(2), pytest.raises(sr.RequestTimeoutError):
+            await anext(rollout.stream(PROMPT, LONG, timeout_s=0.1))
+        await until(lambda: deaf.num_waiting_callers == 0 and is_idle(rollout, deaf))
+
+
+async def test_the_death_of_an_engine_that_takes_nothing_ends_the_wait_for_it() -> None:
+    engines = [Deaf("engine-0", continuing, hang=True), engine("engine-1")]
+    async with rollout_of(*engines) as rollout:
+        task = asyncio.ensure_future(rollout.generate([PROMPT], sampling=LONG))
+        await until(lambda: len(engines[0].submitted) == 1)
+        engines[0].die()
+        assert (await task)[0].completions[0].token_ids == WHOLE
+
+
+async def test_one_that_loses_a_second_engine_at_once_can_still_be_left() -> None:
+    deaf = Deaf("engine-1", continuing, hang=True)
+    engines = [engine("engine-0", hang=True), deaf, engine("engine-2", hang=True)]
+    async with rollout_of(*engines, max_inflight=1) as rollout:
+        stream = rollout.stream(PROMPT, LONG)
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: len(engines[0].submitted) == 1)
+        full = asyncio.ensure_future(rollout.generate([[1]], sampling=LONG))
+        await until(lambda: len(deaf.submitted) + len(engines[2].submitted) == 1)
+        engines[0].die()
+        other = next(e for e in engines[1:] if any(len(request.prompt_ids) == 1 for request in e.submitted) is False)
+        await until(lambda: len(other.submitted) == 1)
+        other.die()
+        await until(lambda: rollout.num_queued == 1)
+        first.cancel()
+        await until(lambda: rollout.num_queued == 0)
+        full.cancel()
+
+
+async def test_those_that_lost_their_engine_are_served_in_their_own_order() -> None:
+    engines = [engine("engine-0", hang=True), engine("engine-1", hang=True)]
+    async with rollout_of(*engines, max_inflight=4) as rollout:
+        full = [asyncio.ensure_future(rollout.generate([[9] * 9], sampling=LONG)) for _ in range(4)]
+        await until(lambda: sum(len(e.submitted) for e in engines) == 4)
+        lost_ones = [asyncio.ensure_future(rollout.generate([[1] * (i + 1)], sampling=LONG)) for i in range(4)]
+        await until(lambda: sum(len(e.submitted) for e in engines) == 8)
+        engines[0].die()
+        await until(lambda: rollout.num_queued == 4)
+        order = [len(request.prompt_ids) for request in engines[0].submitted]
+        num_before = len(engines[1].submitted)
+        engines[1].hang = False
+        await asyncio.gather(*full, *lost_ones)
+    assert [len(request.prompt_ids) for request in engines[1].submitted[num_before:]] == order

@@ -344,6 +344,35 @@ async def test_tools_that_hang_take_no_more_than_so_many_threads(monkeypatch: py
         await anyio.sleep(0.01)
 
 
+async def test_a_call_for_which_no_thread_could_be_started_is_not_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = Workers(1)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(6):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await workers.call(int, 1.0)
+    assert workers.num_stuck == 0
+    assert await workers.call(int, 1.0) == 0
+
+
+async def test_threads_end_though_a_call_hangs() -> None:
+    workers, release, before = Workers(8), threading.Event(), threading.active_count()
+    hanging = asyncio.ensure_future(workers.call(lambda: release.wait(20), 0.2))
+    await asyncio.gather(*(workers.call(lambda: time.sleep(0.05), 5.0) for _ in range(5)))
+    with pytest.raises(TimeoutError):
+        await hanging
+    with anyio.fail_after(2):
+        while threading.active_count() > before + 1:
+            await anyio.sleep(0.01)
+    release.set()
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_an_exception_that_cannot_say_what_it_is_becomes_a_result_like_any_other(asynchronous: bool) -> None:
     class MuteError(Exception):
@@ -413,6 +442,9 @@ async def test_a_parser_that_does_not_suit_the_model_is_refused_with_its_reason(
 
         def __init__(self) -> None:
             self.members, self.engine = [self], self
+
+        async def until(self, condition: Any) -> None:
+            assert condition()
 
         async def command(self, name: str, timeout_s: float, **arguments: Any) -> dict[str, str]:
             return {"refused": "ValueError: response_template is required"}

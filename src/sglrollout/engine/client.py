@@ -224,7 +224,7 @@ class EngineClient:
         assert self._channel is not None
         await self._host.ended()
         await anyio.sleep(_LAST_WORDS_S)
-        await self._channel.close()
+        await self._channel.abort()
 
     def _how_it_ended(self) -> str:
         return self._host.how_it_ended() if self._host is not None else "never started"
@@ -294,7 +294,7 @@ class EngineClient:
             if self._host is not None:
                 await self._host.destroy(self._close_timeout_s)
             if self._channel is not None:
-                await self._channel.close()
+                await self._channel.abort()
 
     def _log_tail(self) -> str:
         return self._host.log_tail(_LOG_TAIL_LINES) if self._host is not None else ""

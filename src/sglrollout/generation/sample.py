@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import anyio
@@ -38,6 +38,13 @@ class Outlives(IntEnum):
     """That abort what runs."""
     SLEEP = 3
     """And staleness: it waits until an engine takes work again."""
+
+
+class _Interruption(Enum):
+    """``CUT``: a sync or a sleep wanted it. ``LOSS``: its engine is gone, or nobody knows why it ended."""
+
+    CUT = "cut"
+    LOSS = "loss"
 
 
 class Failover(NamedTuple):
@@ -82,6 +89,7 @@ class Sample:
         "chunk_tokens",
         "deadline",
         "handed_out",
+        "handover",
         "held_s",
         "index",
         "key",
@@ -124,6 +132,8 @@ class Sample:
         self.on_lost = on_lost
         self.search: anyio.CancelScope | None = None
         """Of the task that looks for another engine."""
+        self.handover: anyio.CancelScope | None = None
+        """Of the wait for an engine's channel to take the request."""
         self.handed_out = False
         """Whether somebody has tokens of it, so that it cannot begin anew."""
         self.num_lost = self.num_resumed = 0
@@ -174,6 +184,9 @@ class Sample:
         if self._timer is not None:
             self._timer.cancel()
         lease, self._lease, self._timer = self._lease, None, None
+        handover, self.handover = self.handover, None
+        if handover is not None:
+            handover.cancel()
         if lease is not None:
             lease.release()
 
@@ -222,9 +235,10 @@ class Sample:
 
     def _interrupted(self, finish: Finish, error: Exception | None) -> bool:
         """Whether an end that its engine or the pool brings is none, for it goes on elsewhere or later."""
-        if self._left or not self._outlives(finish, error):
+        interruption = None if self._left else self._interruption(finish, error)
+        if interruption is None:
             return False
-        resumes = self._failover.resume and resumable(self.sampling)
+        resumes = resumable(self.sampling) and (self._failover.resume or interruption is _Interruption.CUT)
         if self.handed_out and not resumes:
             return False
         if self._observer is not None:
@@ -237,16 +251,20 @@ class Sample:
         self.on_lost(self, error)
         return True
 
-    def _outlives(self, finish: Finish, error: Exception | None) -> bool:
+    def _interruption(self, finish: Finish, error: Exception | None) -> _Interruption | None:
+        """What befell it, if it outlives that."""
         if self.outlives is Outlives.SLEEP and isinstance(error, (LifecycleError, StaleWeightsError)):
-            return True
+            return _Interruption.CUT
         cut = error is None and finish.reason == "abort"
         if cut and self.outlives >= Outlives.SYNCS and self._lease is not None and not self._lease.target.ready:
-            return True  # nobody here asked for that abort, and the engine is held: a sync did
-        if isinstance(error, (EngineDiedError, StaleWeightsError)) or (cut and self.outlives is Outlives.SLEEP):
-            self.num_lost += 1
-            return self._failover.enabled and self.num_lost <= self._failover.most
-        return False
+            return _Interruption.CUT  # nobody here asked for that abort, and the engine is held: a sync did
+        if not isinstance(error, (EngineDiedError, StaleWeightsError)) and not (
+            cut and self.outlives is Outlives.SLEEP
+        ):
+            return None
+        self.num_lost += 1
+        may_go_on = self._failover.enabled and self.num_lost <= self._failover.most
+        return _Interruption.LOSS if may_go_on else None
 
 
 def resumable(sampling: Sampling) -> bool:

@@ -164,7 +164,8 @@ class Sampler:
             sample.aim()
             sample.hold(lease)
             try:
-                await lease.target.engine.submit(sample.request)
+                with anyio.CancelScope() as sample.handover:  # its end, or its engine's, ends this wait for the channel
+                    await lease.target.engine.submit(sample.request)
                 return
             except EngineDiedError:  # before it had it
                 sample.let_go()
@@ -199,7 +200,8 @@ class Sampler:
 
     async def _go_on(self, sample: Sample, loss: Exception | None) -> None:
         """Give a sample to another engine. Where there is none, it fails with what it lost its engine by."""
-        with anyio.CancelScope() as sample.search:
+        with anyio.CancelScope() as search:
+            sample.search = search
             try:
                 await self._dispatch(sample, first=True)
             except (NoEngineError, StaleWeightsError) as refusal:
@@ -210,7 +212,8 @@ class Sampler:
                 _fail(sample, LifecycleError("this rollout is closed"))  # unless it was its own end that cancelled this
                 raise
             finally:
-                sample.search = None
+                if sample.search is search:  # else it lost that engine, too, before this had ended
+                    sample.search = None
 
     def _wire(self, sampling: Sampling, index: int) -> dict[str, Any]:
         wire = sampling.wire()

@@ -7,7 +7,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from sglrollout.errors import NoEngineError, QueueFullError, RequestTimeoutError, fresh
 
@@ -73,6 +73,16 @@ class _Tournament:
                 node //= 2
 
 
+_Queue: TypeAlias = "OrderedDict[asyncio.Future[Lease[T]], Hashable | None]"
+"""Those that wait, with their keys."""
+
+
+def _expire(queue: _Queue[T], future: asyncio.Future[Lease[T]]) -> None:
+    if not future.done():
+        del queue[future]
+        future.set_exception(RequestTimeoutError("the deadline passed while the sample waited for a slot"))
+
+
 class Dispatcher(Generic[T]):
     """Hands out leases, first come first served.
 
@@ -90,7 +100,9 @@ class Dispatcher(Generic[T]):
         self._places = {id(target): place for place, target in enumerate(targets)}
         self._inflight = [0] * len(targets)
         self._shares, self._shares_are_old = _Tournament(()), True
-        self._waiting: OrderedDict[asyncio.Future[Lease[T]], Hashable | None] = OrderedDict()
+        self._waiting: _Queue[T] = OrderedDict()
+        self._first: _Queue[T] = OrderedDict()
+        """Those that had a slot and lost it: before all others, and among themselves in their order."""
         self._affinity: OrderedDict[Hashable, T] = OrderedDict()
         self._closed: Exception | None = None
         self._refusal: Exception | None = None
@@ -98,7 +110,7 @@ class Dispatcher(Generic[T]):
     @property
     def num_queued(self) -> int:
         """Callers that wait for a lease."""
-        return len(self._waiting)
+        return len(self._first) + len(self._waiting)
 
     @property
     def closed(self) -> bool:
@@ -129,7 +141,7 @@ class Dispatcher(Generic[T]):
         Args:
             key: samples with the same key prefer the same engine.
             deadline: on ``time.monotonic``'s clock.
-            first: stand before all that wait, however many do: it had a slot, and lost it.
+            first: stand before all that never had a slot, however many wait.
 
         Raises:
             QueueFullError: ``max_queued`` callers wait already.
@@ -137,38 +149,32 @@ class Dispatcher(Generic[T]):
             NoEngineError: no engine is left that could ever take it.
         """
         self._refuse_when_closed()
-        if first or not self._waiting:
+        if not self._first and (first or not self._waiting):
             target = self._choose(key)
             if target is not None:
                 return self._grant(target, key)
-        if len(self._waiting) >= self._max_queued and not first:
+        if self.num_queued >= self._max_queued and not first:
             raise QueueFullError(f"{self._max_queued} samples wait for a slot already (max_queued)")
         return await self._wait(key, deadline, first)
 
     async def _wait(self, key: Hashable | None, deadline: float | None, first: bool) -> Lease[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Lease[T]] = loop.create_future()
-        self._waiting[future] = key
-        if first:
-            self._waiting.move_to_end(future, last=False)
+        queue = self._first if first else self._waiting
+        queue[future] = key
         timer = None
         if deadline is not None:  # a bare timer: a cancel scope would double the memory that one that waits takes
-            timer = loop.call_later(max(0.0, deadline - time.monotonic()), self._expire, future)
+            timer = loop.call_later(max(0.0, deadline - time.monotonic()), _expire, queue, future)
         try:
             return await future
         except BaseException:
-            self._waiting.pop(future, None)
+            queue.pop(future, None)
             if future.done() and not future.cancelled() and future.exception() is None:
                 future.result().release()  # granted in the same instant in which the caller was cancelled
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-
-    def _expire(self, future: asyncio.Future[Lease[T]]) -> None:
-        if not future.done():
-            del self._waiting[future]
-            future.set_exception(RequestTimeoutError("the deadline passed while the sample waited for a slot"))
 
     def wake(self, target: T | None = None) -> None:
         """Serve waiters, as ``ready`` or ``limit`` of ``target`` has changed; or of any target, which takes longer."""
@@ -180,12 +186,12 @@ class Dispatcher(Generic[T]):
 
     def _serve(self) -> None:
         """Serve waiters in order, as far as there is room."""
-        while self._waiting:
-            future, key = next(iter(self._waiting.items()))
+        while queue := self._first or self._waiting:
+            future, key = next(iter(queue.items()))
             target = self._choose(key)
             if target is None:
                 return
-            del self._waiting[future]
+            del queue[future]
             if not future.done():  # it is done when its caller was cancelled and has not run since
                 future.set_result(self._grant(target, key))
 
@@ -201,7 +207,9 @@ class Dispatcher(Generic[T]):
             self._fail_waiters(reason)
 
     def _fail_waiters(self, reason: Exception) -> None:
-        waiting, self._waiting = self._waiting, OrderedDict()
+        waiting = [*self._first, *self._waiting]
+        self._first.clear()
+        self._waiting.clear()
         for future in waiting:
             if not future.done():
                 future.set_exception(fresh(reason))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from sglrollout.errors import ConfigError, EngineDiedError, EngineRequestError, NoEngineError
+from sglrollout.errors import ConfigError, EngineDiedError, EngineRequestError, LifecycleError, NoEngineError
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.session.tools import ToolCall
 from sglrollout.threads import CallTimeoutError, tool_workers
@@ -79,6 +79,7 @@ class ToolParser:
             ConfigError: the user's function gave something else, or nothing in time.
             EngineRequestError: hosts did not answer in time.
             NoEngineError: every engine is dead.
+            LifecycleError: every engine died asleep.
         """
         if isinstance(self._parser, str):
             content, found = await self._by_sglang(text, self._parser, engine)
@@ -111,6 +112,8 @@ class ToolParser:
             raise failures[-1]
         if pool.restarting and pool.has_its_memory:  # the last one died just now
             return await self._by_sglang(text, parser, engine)
+        if pool.restarting:
+            raise LifecycleError("tool calls are parsed in engines' hosts, and all died asleep: call wake() first")
         raise NoEngineError("every engine of the pool is dead, and tool calls are parsed in their hosts")
 
 

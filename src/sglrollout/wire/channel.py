@@ -13,6 +13,7 @@ import socket
 import struct
 from typing import Any, Generic, TypeVar
 
+import anyio
 import msgspec
 
 from sglrollout.errors import ChannelError
@@ -21,6 +22,7 @@ from sglrollout.wire.messages import PROTOCOL, FromHost, Hello, SentByHost, ToHo
 MAX_FRAME_BYTES = 1 << 30
 _LENGTH = struct.Struct("<I")
 _READ_LIMIT_BYTES = 8 << 20
+_CLOSE_S = 2.0
 _MOST_QUOTED = 200
 """Characters of what came that an error may repeat: it says what is wrong with it, and is logged."""
 
@@ -90,9 +92,16 @@ class Channel(Generic[In, Out]):
         return answer
 
     async def close(self) -> None:
-        """Close this end; the peer reads the end of the stream."""
+        """Close this end, once what was sent is on its way, or nobody takes it. The peer reads the end."""
         self._writer.close()
-        with contextlib.suppress(ConnectionError):
+        with anyio.move_on_after(_CLOSE_S), contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        await self.abort()
+
+    async def abort(self) -> None:
+        """Close this end at once, for nobody is at the other one."""
+        self._writer.transport.abort()
+        with anyio.CancelScope(shield=True), contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
 
 
