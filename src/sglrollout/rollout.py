@@ -569,7 +569,7 @@ class AsyncRolloutEngine:
         pool = await self._ready_pool()
         if not pool.serving and not pool.restarting:
             raise NoEngineError("every engine of the pool is dead")
-        with pool.exclusive("flush_cache"):
+        with pool.exclusive("flush_cache", changes=False):
             ready = [member for member in pool.members if member.ready]
             await in_parallel(partial(member.engine.command, "flush_cache", timeout_s) for member in ready)
 

@@ -604,9 +604,44 @@ async def test_a_snapshot_that_cannot_be_made_is_a_warning_and_the_next_one_is_t
         await anyio.sleep(100)
         assert engine.commands.count("export_weights") == 3
         assert "a snapshot of weight version 1 could not be made: engine-0: export_weights failed" in caplog.text
+        assert "no snapshot of weight version 1 is kept: 3 tries failed" in caplog.text
         engine.fail_command = None
         await sync(pool)
         await anyio.sleep(1)
+        engine.die()
+        await until(pool, READY)
+
+
+@virtual
+async def test_a_snapshot_that_is_interrupted_is_made_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+    (engine,) = given_engines = engines(1, seconds={"export_weights": 2.0})
+    async with running(given_engines, keep_snapshot=True) as pool:
+        await sync(pool)
+        for _ in range(5):
+            await anyio.sleep(1)
+            await sync(pool, fails_in="pause")
+        assert engine.commands.count("drop_export") == 5
+        assert "export_weights" not in engine.commands  # not to its end
+        await anyio.sleep(3)
+        engine.die()
+        await until(pool, READY)
+    assert "snapshot" not in caplog.text
+
+
+@virtual
+async def test_a_flush_or_a_verification_interrupts_no_snapshot() -> None:
+    (engine,) = given_engines = engines(1, seconds={"export_weights": 2.0})
+    config = CONFIG.replace(keep_weights_snapshot=True)
+    async with sr.AsyncRolloutEngine(config=config, engines=given_engines) as rollout:
+        pool = await rollout._ready_pool()
+        await sync(pool)
+        for _ in range(4):
+            await anyio.sleep(0.3)
+            await rollout.flush_cache()
+            with pool.exclusive("verify", changes=False):
+                await anyio.sleep(0.1)
+        await anyio.sleep(1)
+        assert engine.commands.count("export_weights") == 1
         engine.die()
         await until(pool, READY)
 
@@ -652,6 +687,18 @@ async def test_after_three_times_it_is_stale_and_the_next_sync_takes_it_along() 
         await sync(pool)
         await until(pool, READY, READY)
         assert first.weights == 5
+
+
+@virtual
+async def test_flushes_meanwhile_change_nothing() -> None:
+    async with sr.AsyncRolloutEngine(config=CONFIG, engines=engines(2, seconds=SLOW)) as rollout:
+        pool = await rollout._ready_pool()
+        _, second = await dead_one_of_two(pool, 5.5)
+        for _ in range(20):
+            await anyio.sleep(0.3)
+            await rollout.flush_cache()
+        assert states(pool) == [READY, READY]
+        assert second.commands.count("export_weights") == 1
 
 
 @virtual

@@ -856,7 +856,10 @@ async def test_engines_without_comparable_weights_are_verified_by_their_answers(
     engines = [Engine("engine-0"), Engine("engine-1")]
     async with bench(*engines) as b:
         await b.syncer.sync()
+        pool = await b.rollout._ready_pool()
+        num_changes = pool.num_changes
         report = await b.syncer.verify()
+        assert pool.num_changes == num_changes
         assert (report.version, report.num_engines, report.num_weights, report.num_bytes) == (1, 2, 0, 0)
         assert len(report.canary_tokens) == len(report.canary_logprobs) == 16
         assert engines[0].submitted[0].sampling["temperature"] == 0.0

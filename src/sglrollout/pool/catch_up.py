@@ -128,10 +128,10 @@ class CatchUp:
         pool = self._pool
         async with self._lock:  # an engine holds one at a time
             peer = self._peer(like)
-            if peer is None or pool.busy:
+            if peer is None or pool.changing:
                 return None
             snapshot, num_changes = Snapshot(pool.weight_version), pool.num_changes
-            with anyio.CancelScope() as scope, pool.watched_by(lambda: scope.cancel() if pool.busy else None):
+            with anyio.CancelScope() as scope, pool.watched_by(lambda: scope.cancel() if pool.changing else None):
                 await self._fill(snapshot, peer)
             if pool.num_changes == num_changes:
                 return snapshot
@@ -172,16 +172,19 @@ class CatchUp:
     async def _keep_one(self) -> int:
         """Make a snapshot of the version of now; that version."""
         pool, version = self._pool, self._pool.weight_version
-        for _ in range(_TRIES):
-            await pool.until(lambda: not pool.busy and (pool.weight_version != version or self._peer() is not None))
+        num_failures = 0
+        while num_failures < _TRIES:  # one that is interrupted has not failed
+            await pool.until(lambda: not pool.changing and (pool.weight_version != version or self._peer() is not None))
             if pool.weight_version != version:
-                break
+                return version
             try:
                 self._kept = await self._export()
             except (EngineError, OSError) as error:
+                num_failures += 1
                 _log.warning("a snapshot of weight version %d could not be made: %s", version, error)
             if self._kept is not None:
-                break
+                return version
+        _log.warning("no snapshot of weight version %d is kept: %d tries failed", version, _TRIES)
         return version
 
     def _kept_of(self, version: int) -> Snapshot | None:

@@ -154,9 +154,9 @@ class Pool:
         self._catch_up = CatchUp(self, restarts.timeout_s)
         self._supervisors = [Supervisor(self, member, restarts, self._catch_up) for member in self.members]
         self._max_inflight, self._keeps_snapshot = max_inflight, restarts.keep_snapshot
-        self._busy = ""
+        self._busy, self._changing = "", False
         self.num_changes = 0
-        """How often the whole pool was changed, or began to be."""
+        """How often weights or memory of engines were changed, or began to be."""
         self.weight_version = 0
         self.last_version = 0
         self.attached: object | None = None
@@ -227,8 +227,13 @@ class Pool:
 
     @property
     def busy(self) -> str:
-        """What changes the whole pool now; empty if nothing does."""
+        """What concerns the whole pool now; empty if nothing does."""
         return self._busy
+
+    @property
+    def changing(self) -> bool:
+        """Whether what it is busy with changes weights or memory of engines."""
+        return self._changing
 
     @property
     def has_its_memory(self) -> bool:
@@ -242,21 +247,24 @@ class Pool:
         return self.last_version == self.weight_version
 
     @contextmanager
-    def exclusive(self, what: str) -> Iterator[None]:
-        """For a change of the whole pool: a sync, a sleep, a wake.
+    def exclusive(self, what: str, changes: bool = True) -> Iterator[None]:
+        """For what concerns the whole pool, one at a time.
+
+        Args:
+            changes: it changes weights or memory of engines, as a sync, a sleep and a wake do.
 
         Raises:
             LifecycleError: another one is under way.
         """
         if self._busy:
             raise LifecycleError(f"{what} cannot begin: {self._busy} is under way on this rollout")
-        self._busy = what
-        self.num_changes += 1
+        self._busy, self._changing = what, changes
+        self.num_changes += changes
         self._tell()
         try:
             yield
         finally:
-            self._busy = ""
+            self._busy, self._changing = "", False
             self._tell()
 
     async def call_off_restarts(self) -> None:

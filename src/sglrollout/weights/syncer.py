@@ -187,7 +187,7 @@ class WeightSyncer:
                 leader = self._leader
                 if what != "verify":
                     await leader.muster()
-                scope.enter_context(pool.exclusive(what))
+                scope.enter_context(pool.exclusive(what, changes=what != "verify"))
                 if what == "verify":
                     self._refuse_to_verify(leader)
         except Exception as error:
