@@ -71,6 +71,14 @@ class Engine(ScriptedEngine):
         return await super().command(name, timeout_s, **arguments)
 
 
+class Lingering(Engine):
+    """Once it has died its processes are there for a while."""
+
+    async def run(self) -> None:
+        await super().run()
+        await anyio.sleep(20)
+
+
 def engines(count: int, **options: Any) -> list[Engine]:
     return [Engine(f"engine-{i}", **options) for i in range(count)]
 
@@ -429,6 +437,33 @@ async def test_nothing_is_restarted_while_engines_drain_for_a_sleep() -> None:
         assert time.monotonic() == pytest.approx(5 + 1 + 30)
         assert (idle.num_starts, busy.num_starts) == (1, 1)
         await running
+
+
+@pytest.mark.parametrize("most", [0, 3])
+@virtual
+async def test_a_sleep_returns_once_the_memory_of_an_engine_that_has_died_is_free(most: int) -> None:
+    pair = [Lingering("engine-0"), Engine("engine-1")]
+    async with running(pair, most) as pool:
+        for _ in range(2 if most else 1):  # in its first life, and in another one
+            pair[0].die()
+            await anyio.sleep(5)
+            begun = time.monotonic()
+            await put_to_sleep(pool)
+            assert time.monotonic() - begun == pytest.approx(15)
+            await wake(pool, None, 60.0)
+            await until(pool, READY if most else DEAD, READY)
+
+
+@virtual
+async def test_a_sleep_that_waits_for_an_engine_to_end_does_not_outlive_the_pool() -> None:
+    engine = Lingering()
+    async with running([engine]) as pool:
+        engine.die()
+        sleeping = asyncio.ensure_future(put_to_sleep(pool))
+        await anyio.sleep(1)
+        assert not sleeping.done()
+    with anyio.fail_after(1):
+        await sleeping
 
 
 @virtual
@@ -793,11 +828,6 @@ async def test_files_that_cannot_be_had_are_let_go_of() -> None:
 
 @virtual
 async def test_one_that_takes_long_to_die_is_not_let_in_meanwhile() -> None:
-    class Lingering(Engine):
-        async def run(self) -> None:
-            await super().run()
-            await anyio.sleep(20)  # until its processes are gone
-
     async with running([Lingering("engine-0", seconds=SLOW), Engine("engine-1", seconds=SLOW)]) as pool:
         first, _ = await dead_one_of_two(pool, 20 + 9.0)
         assert first.alive

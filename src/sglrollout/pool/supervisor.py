@@ -50,29 +50,38 @@ class Supervisor:
         self._all = anyio.CancelScope()
         self._attempt: anyio.CancelScope | None = None
         """A restart that is under way, from the start of the engine until it is admitted."""
+        self._ending = False
+        """The engine died, and what it started may be there yet."""
 
     async def run(self) -> None:
         """From the time at which the engine is up for the first time."""
-        with self._all:
-            await self._member.engine.run()
-            while self._member in self._pool.restarting:
-                await self._restart()
+        try:
+            with self._all:
+                await self._member.engine.run()
+                self._ending = False
+                self._pool.changed()
+                while self._member in self._pool.restarting:
+                    await self._restart()
+        finally:
+            self._attempt, self._ending = None, False  # what is left is for whoever closes the engine
+            self._pool.changed()
 
     def stop(self) -> None:
         """End :meth:`run`. The engine is the caller's to close."""
         self._all.cancel()
 
     async def call_off(self) -> None:
-        """End a restart that is under way, and return once nothing is left of it. It does not count, and begins again
-        once engines have their memory."""
+        """End a restart that is under way, and return once nothing is left of it, or of a life that has ended. It does
+        not count, and begins again once engines have their memory."""
         if self._attempt is not None:
             self._attempt.cancel()
-            await self._pool.until(lambda: self._attempt is None)
+        await self._pool.until(lambda: self._attempt is None and not self._ending)
 
     def on_death(self, error: Exception) -> None:
         """The engine ended unasked."""
         if self._attempt is not None and self._attempt.cancel_called:
             return
+        self._ending = True
         self._lost(error)
 
     def _lost(self, error: Exception) -> None:
@@ -114,7 +123,7 @@ class Supervisor:
                 await self._member.engine.kill("its restart was called off")
             self._begun_s.pop()
             self._member.num_restarts -= 1
-        self._attempt = None
+        self._attempt, self._ending = None, False
         self._pool.changed()
 
     async def _live(self) -> None:
