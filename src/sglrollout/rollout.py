@@ -160,6 +160,7 @@ class AsyncRolloutEngine:
         """End all engines and free what they held. What still runs is aborted. Safe to call twice."""
         refuse_fork(self._pid)
         if self._runner is None:
+            self._withdraw_exports()
             return
         if not self._runner.done():
             self._check_loop()
@@ -191,6 +192,11 @@ class AsyncRolloutEngine:
             self._ready = None
             self._failure = self._failure or LifecycleError("this rollout is closed")
             self._settled.set()
+            self._withdraw_exports()
+
+    def _withdraw_exports(self) -> None:
+        while self._exports:
+            self._exports.pop()()
 
     async def _cancel_on_stop(self, tasks: TaskGroup) -> None:
         await self._stop.wait()
@@ -221,8 +227,6 @@ class AsyncRolloutEngine:
             self._ready = None
             self._failure = LifecycleError("this rollout is closed")  # for calls that come while engines end
             pool.shut(self._failure)
-            for withdraw in self._exports:
-                withdraw()
             with anyio.CancelScope(shield=True):
                 await pool.close()
 
@@ -629,7 +633,7 @@ class AsyncRolloutEngine:
             ConfigError: this or another rollout is in this registry.
             LifecycleError: this rollout is closed.
         """
-        if self._runner is not None and self._runner.done():
+        if self._stop.is_set() or (self._runner is not None and self._runner.done()):
             raise LifecycleError("this rollout is closed")
         self._exports.append(export(self._recorder, registry))
 

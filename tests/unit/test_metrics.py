@@ -493,6 +493,20 @@ async def test_names_for_prometheus_have_units_and_a_prefix_and_help(tmp_path: P
         assert not re.search(r"_(s|ms|ns|kib|percent)$", name)
 
 
+async def test_a_rollout_that_never_came_up_leaves_the_registry_when_it_is_closed() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    never_started = sr.AsyncRolloutEngine(config=CONFIG, engines=[ScriptedEngine()])
+    never_started.export_metrics(registry)
+    await never_started.close()
+    in_vain = sr.AsyncRolloutEngine(config=CONFIG, engines=[ScriptedEngine(fail_start="no room")])
+    in_vain.export_metrics(registry)
+    with pytest.raises(sr.EngineStartError):
+        await in_vain.start()
+    async with sr.AsyncRolloutEngine(config=CONFIG, engines=[ScriptedEngine()]) as rollout:
+        rollout.export_metrics(registry)
+        assert families(registry)
+
+
 async def test_a_closed_rollout_leaves_the_registry_and_its_successor_may_come() -> None:
     registry = prometheus_client.CollectorRegistry()
     async with rollout_of() as rollout:
