@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -23,6 +25,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 def no_file_stays_open() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
+    deadline = time.monotonic() + 5
+    while len(os.listdir("/proc/self/fd")) != before and time.monotonic() < deadline:
+        time.sleep(0.01)  # it is closed on a thread
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -201,3 +206,20 @@ def test_an_export_that_is_given_up_leaves_nothing() -> None:
     assert not export.go_on(1)
     export.close()
     export.close()
+
+
+def test_letting_go_of_a_file_does_not_wait_until_its_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    export, closing = exported(Model(1)), threading.Event()
+
+    def slowly(fd: int, close: Callable[[int], None] = os.close) -> None:
+        assert closing.wait(5)
+        close(fd)
+
+    monkeypatch.setattr(os, "close", slowly)
+    before = len(os.listdir("/proc/self/fd"))
+    begun = time.monotonic()
+    export.close()
+    assert time.monotonic() - begun < 2
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == before
+    closing.set()

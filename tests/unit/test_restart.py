@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -612,6 +613,26 @@ async def test_a_kept_snapshot_spares_the_other_engines() -> None:
         first.die()
         await until(pool, READY, READY)
         assert second.commands.count("export_weights") == exports[1]
+
+
+@virtual
+async def test_the_memory_of_snapshots_is_freed_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def ftruncate(fd: int, size: int, truncate: Callable[[int, int], None] = os.ftruncate) -> None:
+        threads.append(threading.current_thread())
+        truncate(fd, size)
+
+    monkeypatch.setattr(os, "ftruncate", ftruncate)
+    async with running(engines(2, seconds=SLOW), keep_snapshot=True) as pool:
+        await dead_one_of_two(pool, 6.5)
+        await sync(pool)
+        await until(pool, READY, READY)
+    async with running(engines(2, seconds=SLOW)) as pool:
+        await dead_one_of_two(pool, 9.0)
+        await put_to_sleep(pool)
+    assert len(threads) == 3
+    assert threading.main_thread() not in threads
 
 
 @virtual
