@@ -101,7 +101,15 @@ class EngineDiedError(EngineError):
 
 
 class EngineRequestError(EngineError):
-    """A live engine refused or failed one request."""
+    """A live engine refused or failed one request.
+
+    Attributes:
+        timed_out: it did neither, and did not answer in time.
+    """
+
+    def __init__(self, engine: str, message: str, timed_out: bool = False) -> None:
+        self.timed_out = timed_out
+        super().__init__(engine, message)
 
 
 class NoEngineError(RolloutError):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -144,22 +143,23 @@ async def test_commands_that_nobody_answered_are_counted() -> None:
     client, running, _ = await running_client(ours, GoneHost())
     client._control_timeout_s = 0.02
     host = await host_channel(theirs)
-    with pytest.raises(EngineRequestError, match=r"was not answered within 0\.02 s"):
+    with pytest.raises(EngineRequestError, match=r"was not answered within 0\.02 s") as caught:
         await client.command("memory")
-    assert client.num_unanswered == 1
+    assert (client.num_unanswered, caught.value.timed_out) == (1, True)
     client._control_timeout_s = 5.0
 
-    async def command(reply: Callable[[int], Reply]) -> None:
+    async def command(reply: Callable[[int], Reply]) -> bool:
         answering = asyncio.ensure_future(client.command("memory"))
         while not client._replies:
             await asyncio.sleep(0)
         host.send(reply(max(client._replies)))
-        with suppress(EngineRequestError):
+        with pytest.raises(EngineRequestError) as failure:
             await answering
+        return failure.value.timed_out
 
-    await command(lambda number: Reply(number, "TimeoutError: SGLang did not answer", True))
+    assert await command(lambda number: Reply(number, "TimeoutError: SGLang did not answer", True))
     assert client.num_unanswered == 2
-    await command(lambda number: Reply(number, "RuntimeError: no"))
+    assert not await command(lambda number: Reply(number, "RuntimeError: no"))
     assert client.num_unanswered == 0
     await host.close()
     await running

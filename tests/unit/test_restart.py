@@ -907,6 +907,36 @@ async def test_weights_that_do_not_fit_leave_it_stale_and_say_why(command: str) 
         await until(pool, READY, READY)
 
 
+@pytest.mark.parametrize("at", ["adopt_weights", "resume"])
+@virtual
+async def test_one_that_hangs_while_it_gets_weights_is_ended_and_started_again(at: str) -> None:
+    class Hanging(Engine):
+        async def command(self, name: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+            if name == at and self.num_starts == 2:
+                await anyio.sleep(660)
+                raise sr.EngineRequestError(self.name, "it was not answered", timed_out=True)
+            return await super().command(name, timeout_s, **arguments)
+
+    async with running([Hanging("engine-0"), Engine("engine-1")]) as pool:
+        await dead_one_of_two(pool, 0.0)
+        assert await until(pool, READY, READY) == pytest.approx(1 + 5 + 660 + 2 + 5)
+        assert pool.members[0].num_restarts == 2
+
+
+@virtual
+async def test_an_engine_is_not_ended_because_the_one_it_would_have_weights_from_does_not_answer() -> None:
+    class Hanging(Engine):
+        async def command(self, name: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+            if name == "export_weights":
+                raise sr.EngineRequestError(self.name, "it was not answered", timed_out=True)
+            return await super().command(name, timeout_s, **arguments)
+
+    async with running([Engine("engine-0"), Hanging("engine-1")]) as pool:
+        await dead_one_of_two(pool, 0.0)
+        await until(pool, STALE, READY)
+        assert pool.members[0].num_restarts == 1
+
+
 @pytest.mark.parametrize("at", ["export_weights", "adopt_weights", "resume"])
 @virtual
 async def test_one_that_dies_again_before_it_serves_counts_again(at: str) -> None:

@@ -365,7 +365,7 @@ class EngineClient:
                 await event.wait()
         except TimeoutError:
             self.num_unanswered += 1
-            raise EngineRequestError(self.name, f"{name} was not answered within {within_s:g} s") from None
+            raise EngineRequestError(self.name, f"{name} was not answered within {within_s:g} s", True) from None
         finally:
             self._replies.pop(command_id, None)
             self._pending.discard(command_id)
@@ -377,7 +377,7 @@ class EngineClient:
             )
         self.num_unanswered += answers[0].timed_out
         if answers[0].error:
-            raise EngineRequestError(self.name, f"{name} failed: {answers[0].error}")
+            raise EngineRequestError(self.name, f"{name} failed: {answers[0].error}", answers[0].timed_out)
         return answers[0].value
 
 

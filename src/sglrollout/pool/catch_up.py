@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
-from sglrollout.errors import EngineError, RolloutError
+from sglrollout.errors import EngineError, EngineRequestError, RolloutError
 
 if TYPE_CHECKING:
     from sglrollout.pool.pool import Member, Pool
@@ -70,7 +70,7 @@ class CatchUp:
         self._lock, self._keeping = anyio.Lock(), anyio.CancelScope()
 
     async def bring(self, member: Member) -> str:
-        """Give an engine that has come up, and is not admitted yet, the current weights.
+        """Give an engine that has come up, and is not admitted yet, the current weights. One that hangs then is ended.
 
         Returns:
             empty once it has them, and nothing has run since that was last looked at; else why it has not.
@@ -90,6 +90,9 @@ class CatchUp:
             except (EngineError, OSError) as error:
                 reason = f"it was restarted, and could not get the weights of another engine: {error}"
                 _log.warning("%s: %s", member.name, reason)
+                if isinstance(error, EngineRequestError) and error.timed_out and error.engine == member.name:
+                    await member.engine.kill("it hangs: it was told to take the current weights, and did not answer")
+                    return reason
                 continue
             await pool.until(lambda: not pool.busy)
             if has_them and pool.weight_version == version and pool.is_settled:
