@@ -17,6 +17,7 @@ RolloutError
 ├── WeightNamesError            trainer and engine do not have the same weights; lists the names
 ├── WeightMismatchError         an engine's weights differ from the trainer's after a sync
 ├── DeviceMemoryError           a device has not the free memory that waking takes
+├── HostMemoryError             the host has not the free memory that copying weights takes
 ├── RewardError                 a reward function failed; its sample counts as failed
 ├── FailureBudgetError          more samples of a collection failed than it allows; with a histogram of causes
 └── ChannelError                the channel to a host is broken or speaks another protocol
@@ -199,6 +200,23 @@ class DeviceMemoryError(RolloutError):
         super().__init__(
             f"{engine} needs {_gb(needed)} to wake ({parts}), and {_gb(free_bytes)} of {_gb(total_bytes)} are free: "
             "free memory of the trainer first (offload its optimizer, torch.cuda.empty_cache()), or wake fewer tags"
+        )
+
+
+class HostMemoryError(RolloutError):
+    """The host has less memory available than a copy of an engine's weights takes. Nothing was copied.
+
+    Attributes:
+        engine: whose weights.
+        needed_bytes: what the copy takes, of all TP ranks.
+        available_bytes: what the host has, or the process's control groups allow, whichever is less.
+    """
+
+    def __init__(self, engine: str, needed_bytes: int, available_bytes: int) -> None:
+        self.engine, self.needed_bytes, self.available_bytes = engine, needed_bytes, available_bytes
+        super().__init__(
+            f"a copy of {engine}'s weights takes {_gb(needed_bytes)} of host memory, and {_gb(available_bytes)} are "
+            "available"
         )
 
 

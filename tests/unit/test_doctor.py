@@ -10,8 +10,10 @@ import sys
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -21,6 +23,7 @@ from sglrollout.doctor.abilities import abilities
 from sglrollout.doctor.examination import examine
 from sglrollout.doctor.facts import Cuda, Devices, Facts, Gpu, Machine, Scratch, Software, User
 from sglrollout.doctor.finding import Finding
+from sglrollout.engine import control_groups
 from sglrollout.engine.placement import Device
 from sglrollout.version import __version__
 
@@ -524,10 +527,15 @@ def test_the_tightest_limit_of_the_control_groups_counts(
     else:
         (cpu / "cpu.cfs_quota_us").write_text("150000\n")
         (cpu / "cpu.cfs_period_us").write_text("100000\n")
-    text_in = host._text_in
-    monkeypatch.setattr(host, "_GROUPS", tmp_path)
-    monkeypatch.setattr(host, "_text_in", lambda file: GROUPS[kind] if file.name == "cgroup" else text_in(file))
-    assert host._memory_limit() == (8 * GB, 2 * GB)
+    text_in = control_groups.text_in
+    monkeypatch.setattr(control_groups, "_GROUPS", tmp_path)
+    monkeypatch.setattr(
+        control_groups, "text_in", lambda file: GROUPS[kind] if file.name == "cgroup" else text_in(file)
+    )
+    assert control_groups.memory_limit() == (8 * GB, 2 * GB)
+    for available, least in ((20 * GB, 6 * GB), (5 * GB, 5 * GB)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda found=available: SimpleNamespace(available=found))
+        assert control_groups.available_bytes() == least
     assert host._cpu_quota() == 1.5
 
 

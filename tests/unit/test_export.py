@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglrollout.engine import scheduler_export
-from sglrollout.engine.scheduler_export import Adoption, Export, Header, WeightsDifferError, weights_of
+from sglrollout.engine.scheduler_export import Adoption, Export, Header, WeightsDifferError, size_of, weights_of
 
 ALL = 1 << 40
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int8, torch.bool]
@@ -94,6 +95,14 @@ def test_every_tensor_arrives_bit_for_bit_where_it_was(
     assert [(tensor.data_ptr(), tensor.stride()) for tensor, _ in weights_of(other).values()] == places
     assert other.head.weight is other.embed.weight
     assert int(other.counter) == 2
+
+
+def test_the_size_of_weights_is_known_before() -> None:
+    export = exported(Model(1))
+    assert size_of(Model(1)) == sum(
+        math.prod(entry.shape) * getattr(torch, entry.dtype).itemsize for entry in header(export).entries
+    )
+    export.close()
 
 
 def test_a_tied_tensor_travels_once_and_empty_ones_not_at_all() -> None:

@@ -65,6 +65,7 @@ SAMPLES: dict[type[errors.RolloutError], errors.RolloutError] = {
     errors.WeightNamesError: errors.WeightNamesError(["a"], ["b"], ["c"], ["d [3]"]),
     errors.WeightMismatchError: errors.WeightMismatchError(["a (engine-0, TP rank 1)"]),
     errors.DeviceMemoryError: errors.DeviceMemoryError("engine-0", {"kv_cache": 1 << 34}, 1 << 30, 1 << 37),
+    errors.HostMemoryError: errors.HostMemoryError("engine-0", 1 << 34, 1 << 30),
     errors.FailureBudgetError: errors.FailureBudgetError(3, 8, {"EngineRequestError: refused": 3}),
     errors.EngineDiedError: errors.EngineDiedError("engine-3", "out of memory", "last\nlines"),
 }

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sglrollout as sr
+from sglrollout.pool import catch_up
 from sglrollout.pool.pool import EngineState, Member, Pool
 from sglrollout.pool.sleep import sleep, wake
 from sglrollout.pool.supervisor import Restarts
@@ -699,6 +700,41 @@ async def test_a_flush_or_a_verification_interrupts_no_snapshot() -> None:
         await anyio.sleep(1)
         assert engine.commands.count("export_weights") == 1
         engine.die()
+        await until(pool, READY)
+
+
+@virtual
+async def test_weights_for_which_the_host_has_no_memory_are_not_copied(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    available = 100 << 20
+    monkeypatch.setattr(catch_up, "available_bytes", lambda: available)
+
+    class Large(Engine):
+        async def command(self, name: str, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+            answer = await super().command(name, timeout_s, **arguments)
+            return {"num_bytes": 50 << 20} if name == "weights_size" else answer
+
+    says = "a copy of engine-1's weights takes 0.05 GB of host memory, and 0.10 GB are available"
+    async with running([Engine("engine-0"), Large("engine-1")]) as pool:
+        first, second = await dead_one_of_two(pool, 0.0)
+        await until(pool, STALE, READY)
+        assert says in pool.members[0].stale
+        assert "export_weights" not in second.commands
+        await sync(pool)
+        await until(pool, READY, READY)
+        available = 200 << 20
+        first.die()
+        await until(pool, READY, READY)
+    available = 100 << 20
+    async with running([Large("engine-1")], keep_snapshot=True) as pool:
+        await sync(pool)
+        await anyio.sleep(1)
+        assert f"no snapshot of weight version 1 is kept: {says}" in caplog.text
+        available = 200 << 20
+        await sync(pool)
+        await anyio.sleep(1)
+        pool.members[0].engine.die()  # type: ignore[attr-defined]
         await until(pool, READY)
 
 

@@ -15,12 +15,11 @@ from pathlib import Path
 import psutil
 
 from sglrollout.doctor.facts import Machine, Scratch
+from sglrollout.engine.control_groups import UNLIMITED, groups_of, memory_limit, number_in, text_in
 from sglrollout.engine.scratch import new_scratch, remove_scratch
 from sglrollout.errors import ConfigError
 
 _SHM = Path("/dev/shm")
-_GROUPS = Path("/sys/fs/cgroup")
-_UNLIMITED = 1 << 60
 _PROBE_TIMEOUT_S = 10
 _LONGEST_SOCKET_NAME = "a" * 20
 
@@ -32,7 +31,7 @@ def read_machine() -> Machine:
     import resource
 
     memory = psutil.virtual_memory()
-    limit, used = _memory_limit()
+    limit, used = memory_limit()
     shm_error = _write_error(_SHM)
     shm = None if shm_error else shutil.disk_usage(_SHM)
     return Machine(
@@ -50,7 +49,7 @@ def read_machine() -> Machine:
         open_files=tuple(map(_limit, resource.getrlimit(resource.RLIMIT_NOFILE))),  # type: ignore[arg-type]
         locked_bytes=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
-        ptrace_scope=_number_in(Path("/proc/sys/kernel/yama/ptrace_scope")),
+        ptrace_scope=number_in(Path("/proc/sys/kernel/yama/ptrace_scope")),
         proc_error=_try_sharing(),
         compiler=_compiler(),
         python_headers=(Path(sysconfig.get_path("include")) / "Python.h").is_file(),
@@ -115,68 +114,21 @@ def _try_sharing() -> str:
     return f"a process cannot open an anonymous file of another one ({said})"
 
 
-def _memory_limit() -> tuple[int | None, int]:
-    """The tightest limit of this process's control groups, of version 1 or 2, and how much of it is used."""
-    limits = []
-    for directory, is_new in _groups("memory"):
-        limit = _number_in(directory / ("memory.max" if is_new else "memory.limit_in_bytes"))
-        if limit is not None and limit < _UNLIMITED:
-            used = _number_in(directory / ("memory.current" if is_new else "memory.usage_in_bytes")) or 0
-            used -= _droppable(directory)
-            limits.append((limit - used, limit, used))
-    if not limits:
-        return None, 0
-    _, limit, used = min(limits)
-    return limit, max(0, used)
-
-
 def _cpu_quota() -> float | None:
     """The least number of cores whose time the control groups grant."""
     quotas = []
-    for directory, is_new in _groups("cpu"):
+    for directory, is_new in groups_of("cpu"):
         if is_new:
-            quota, _, period = _text_in(directory / "cpu.max").partition(" ")
+            quota, _, period = text_in(directory / "cpu.max").partition(" ")
         else:
-            quota, period = _text_in(directory / "cpu.cfs_quota_us"), _text_in(directory / "cpu.cfs_period_us")
+            quota, period = text_in(directory / "cpu.cfs_quota_us"), text_in(directory / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal():
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-def _groups(controller: str) -> list[tuple[Path, bool]]:
-    """Directories of this process's groups, and of those above, and whether they are of version 2."""
-    found = []
-    for line in _text_in(Path("/proc/self/cgroup")).splitlines():
-        number, controllers, path = line.split(":", 2)
-        is_new = number == "0" and not controllers
-        if is_new or controller in controllers.split(","):
-            root = _GROUPS if is_new else _GROUPS / controller
-            below = root / path.strip("/")
-            found += [(directory, is_new) for directory in (below, *below.parents) if directory.is_relative_to(root)]
-    return found
-
-
-def _droppable(directory: Path) -> int:
-    """Bytes of files that the kernel keeps as long as nobody needs the memory."""
-    counts = dict(line.split(" ", 1) for line in _text_in(directory / "memory.stat").splitlines() if " " in line)
-    return int(counts.get("total_inactive_file", counts.get("inactive_file", "0")))
-
-
-def _number_in(file: Path) -> int | None:
-    text = _text_in(file)
-    return int(text) if text.isdecimal() else None
-
-
-def _text_in(file: Path) -> str:
-    """Empty where there is no such file."""
-    try:
-        return file.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
 def _limit(value: int) -> int | None:
-    return None if value < 0 or value >= _UNLIMITED else value
+    return None if value < 0 or value >= UNLIMITED else value
 
 
 def _compiler() -> str | None:

@@ -159,6 +159,9 @@ class EngineHost:
     async def _on_checksum_weights(self, timeout_s: float, **arguments: Any) -> dict[str, Any]:
         return {"ranks": await self._engine.call_schedulers("checksum", timeout_s, arguments)}
 
+    async def _on_weights_size(self, timeout_s: float) -> dict[str, Any]:
+        return {"num_bytes": sum(await self._engine.call_schedulers("weights_size", timeout_s))}
+
     async def _on_export_weights(self, timeout_s: float) -> dict[str, Any]:
         """Write the weights into anonymous files, and hold them until told to drop them; the engine serves on."""
         begun = await self._copy("begin_export", timeout_s)

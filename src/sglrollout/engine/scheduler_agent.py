@@ -221,6 +221,12 @@ class Agent:
         self._copying = Export(self._runner.model)
         return {"number": self._num_copyings, "pid": os.getpid(), "fd": self._copying.fd}
 
+    def weights_size(self) -> int:
+        """Bytes that an export takes."""
+        from sglrollout.engine.scheduler_export import size_of
+
+        return size_of(self._runner.model)
+
     def begin_adoption(self, paths: list[str]) -> dict[str, int]:
         """Begin to take all weights from a file that another engine wrote, in place. ``paths``: by TP rank.
 

@@ -121,6 +121,11 @@ class Adoption:
                 raise WeightsDifferError(f"the bytes of {entry.name} are not those that were written")
 
 
+def size_of(model: Any) -> int:
+    """Bytes that its weights take in a file, but for the header."""
+    return sum(tensor.nbytes for tensor, _ in weights_of(model).values())
+
+
 def weights_of(model: Any) -> dict[str, tuple[torch.Tensor, bool]]:
     """Each distinct tensor of a model under its first name, and whether it is derived from others.
 

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
-from sglrollout.errors import EngineError, EngineRequestError, RolloutError
+from sglrollout.engine.control_groups import available_bytes
+from sglrollout.errors import EngineError, EngineRequestError, HostMemoryError, RolloutError
 
 if TYPE_CHECKING:
     from sglrollout.pool.pool import Member, Pool
 
 _TRIES = 3
 _DROP_S = 2.0
+_MARGIN_BYTES = 64 << 20
 _log = logging.getLogger("sglrollout.pool")
 
 
@@ -87,6 +89,8 @@ class CatchUp:
                 return "it was restarted with its start-up weights, and no engine has others to give"
             try:
                 has_them = await self._adopt(member, version)
+            except HostMemoryError as error:
+                return f"it was restarted, and could not get the weights of another engine: {error}"
             except (EngineError, OSError) as error:
                 reason = f"it was restarted, and could not get the weights of another engine: {error}"
                 _log.warning("%s: %s", member.name, reason)
@@ -130,6 +134,7 @@ class CatchUp:
         """The current weights, from an engine that has them; ``None`` if none has, or they began to change meanwhile.
 
         Raises:
+            HostMemoryError: there is no room for them.
             EngineError, OSError: that engine failed.
         """
         pool = self._pool
@@ -139,11 +144,18 @@ class CatchUp:
                 return None
             snapshot, num_changes = Snapshot(pool.weight_version), pool.num_changes
             with anyio.CancelScope() as scope, pool.watched_by(lambda: scope.cancel() if pool.changing else None):
+                await self._check_room(peer)
                 await self._fill(snapshot, peer)
             if pool.num_changes == num_changes:
                 return snapshot
             await snapshot.close()
             return None
+
+    async def _check_room(self, peer: Member) -> None:
+        answer = await peer.engine.command("weights_size", self._timeout_s)
+        available = available_bytes()
+        if answer["num_bytes"] + _MARGIN_BYTES > available:
+            raise HostMemoryError(peer.name, answer["num_bytes"], available)
 
     async def _fill(self, snapshot: Snapshot, peer: Member) -> None:
         try:
@@ -186,6 +198,9 @@ class CatchUp:
                 return version
             try:
                 self._kept = await self._export()
+            except HostMemoryError as error:
+                _log.warning("no snapshot of weight version %d is kept: %s", version, error)
+                return version
             except (EngineError, OSError) as error:
                 num_failures += 1
                 _log.warning("a snapshot of weight version %d could not be made: %s", version, error)

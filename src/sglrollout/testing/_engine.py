@@ -369,6 +369,9 @@ class FakeEngine(ABC, Generic[T]):
         self._loaded = True
         return {}
 
+    def _weights_size(self) -> dict[str, Any]:
+        return {"num_bytes": len(str(self.weights))}
+
     def _export_weights(self) -> dict[str, Any]:
         """As a scheduler does: a file without a name, in which there is one number."""
         self._drop_export()
@@ -399,6 +402,7 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "begin_portable": FakeEngine._nothing,
     "load_portable": FakeEngine._load_portable,
     "end_portable": FakeEngine._nothing,
+    "weights_size": FakeEngine._weights_size,
     "export_weights": FakeEngine._export_weights,
     "drop_export": FakeEngine._drop_export,
     "adopt_weights": FakeEngine._adopt_weights,
