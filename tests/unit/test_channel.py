@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -15,12 +17,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import sglrollout
+from sglrollout.engine.host import EngineHost
 from sglrollout.errors import ChannelError
 from sglrollout.wire import channel as channel_module
 from sglrollout.wire.channel import Channel, client_channel, host_channel
 from sglrollout.wire.messages import (
     PROTOCOL,
     Abort,
+    CommandName,
     Died,
     FromHost,
     Generate,
@@ -357,3 +362,14 @@ async def test_sending_on_a_closed_channel_does_nothing() -> None:
         client.send(Stop())
         await client.close()
         assert await host.receive() is None
+
+
+def test_every_command_has_its_name_on_the_wire_and_a_method_in_the_host() -> None:
+    """A name that is not there would not be refused: the host could not read the message, and would end."""
+    names = set(get_args(CommandName))
+    methods = {name.removeprefix("_on_") for name in vars(EngineHost) if name.startswith("_on_")}
+    assert methods - {"process_end"} == names
+    sources = [path.read_text(encoding="utf-8") for path in Path(sglrollout.__file__).parent.rglob("*.py")]
+    called = {name for source in sources for name in re.findall(r"\.command\(\s*\"(\w+)\"", source)}
+    assert "export_weights" in called
+    assert called <= names

@@ -72,6 +72,7 @@ CommandName: TypeAlias = Literal[
     "load_portable",
     "end_portable",
     "checksum_weights",
+    "weights_size",
     "export_weights",
     "drop_export",
     "adopt_weights",
