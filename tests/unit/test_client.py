@@ -20,6 +20,7 @@ from sglrollout.wire.messages import (
     PROTOCOL,
     Abort,
     Command,
+    Died,
     Finish,
     Hello,
     Launch,
@@ -102,6 +103,18 @@ async def test_that_is_so_with_much_unsent_and_nobody_who_reads_it() -> None:
         await sending
     assert isinstance(request.error, EngineDiedError)
     assert len(deaths) == 1
+
+
+async def test_a_death_that_the_host_tells_of_is_known_at_once_however_long_it_clears_up() -> None:
+    ours, theirs = socket.socketpair()
+    client, running, deaths = await running_client(ours, GoneHost())
+    host = await host_channel(theirs)
+    host.send(Died("scheduler 0 ended unasked"))
+    with anyio.fail_after(2):
+        await running
+    assert [str(death).splitlines()[0] for death in deaths] == ["engine-0: scheduler 0 ended unasked"]
+    assert not client.alive
+    await host.close()
 
 
 async def test_a_request_that_the_engine_fails_has_an_error_that_says_so() -> None:

@@ -178,15 +178,18 @@ class EngineClient:
         await self._give_up()
 
     async def _receive(self) -> str:
-        """Until the channel ends; the reason, if the host gave one."""
-        channel, reason = self._channel, ""
+        """Until the channel ends, or the host says that its engine did, of which it then may take long to clear up.
+
+        Returns:
+            the reason, if the host gave one.
+        """
+        channel = self._channel
         assert channel is not None
         while (message := await channel.receive()) is not None:
             if isinstance(message, Died):
-                reason = message.reason
-            else:
-                self._take(message)
-        return reason
+                return message.reason
+            self._take(message)
+        return ""
 
     async def _beside_the_host(self, call: Callable[[], Awaitable[T]]) -> T:
         """Run ``call``, which waits on the channel, and end the channel once the host has ended.
