@@ -67,8 +67,8 @@ def in_flight(pool: Pool) -> list[int]:
 
 
 async def test_engines_start_in_parallel() -> None:
-    engines = [ScriptedEngine(f"engine-{i}", start_s=0.05) for i in range(20)]
-    with anyio.fail_after(0.5):
+    engines = [ScriptedEngine(f"engine-{i}", start_s=0.5) for i in range(20)]
+    with anyio.fail_after(5):
         async with running(engines) as pool:
             assert all(member.state is EngineState.READY for member in pool.members)
 
