@@ -16,10 +16,9 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from grpo_minimal import logprobs_of, reward, sums
+from async_grpo import endless_sums
+from grpo_minimal import logprobs_of, reward
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
@@ -37,12 +37,6 @@ import sglrollout as sr
 from sglrollout import testing
 
 T = TypeVar("T")
-
-
-def endless_sums(seed: int) -> Iterator[sr.Task]:
-    rng = random.Random(seed)
-    while True:
-        yield from sums(8, rng)
 
 
 class Trainer:

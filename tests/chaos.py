@@ -13,7 +13,6 @@ import random
 import signal
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -24,8 +23,7 @@ import anyio
 from safetensors.torch import load_file
 
 import sglrollout as sr
-from sglrollout import testing
-from tests.load import Load, Resources, settled
+from tests.load import Load, Resources, run_alone, settled
 
 HEAL_S = 240.0
 
@@ -204,15 +202,12 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--snapshot", action="store_true", help="keep a snapshot of the weights: then no call fails")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="t-") as folder:
-        tempfile.tempdir = folder  # so that what is left over there is of this run
-        model = testing.tiny_model(Path(folder) / "tiny")
+
+    def run(model: Path) -> Awaitable[list[str]]:
         times = (60 * options.minutes, options.every_s)
-        wrong = anyio.run(chaos, model, options.seed, *times, options.clients, options.engines, options.snapshot)
-    for what in wrong[:20]:
-        print(f"WRONG: {what}", file=sys.stderr)  # noqa: T201
-    print(f"{len(wrong)} things were wrong" if wrong else "nothing was wrong")  # noqa: T201
-    return bool(wrong)
+        return chaos(model, options.seed, *times, options.clients, options.engines, options.snapshot)
+
+    return run_alone(run)
 
 
 if __name__ == "__main__":

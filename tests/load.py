@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -16,6 +17,7 @@ import anyio
 import psutil
 
 import sglrollout as sr
+from sglrollout import testing
 from sglrollout.types import Completion
 
 PROMPTS = [f"Prompt {i}: {'all work and no play ' * (i % 7)}" for i in range(24)]
@@ -198,3 +200,14 @@ async def settled(before: Resources, megabytes: float, within_s: float = 15.0) -
     while (more := Resources().more_than(before, megabytes)) and anyio.current_time() < deadline:
         await anyio.sleep(0.2)
     return more
+
+
+def run_alone(run: Callable[[Path], Awaitable[list[str]]]) -> int:
+    """Run with a tiny model in a temporary directory of its own, and print what was wrong; the exit code."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        tempfile.tempdir = folder  # so that what is left over there is of this run
+        wrong = anyio.run(run, testing.tiny_model(Path(folder) / "tiny"))
+    for what in wrong[:20]:
+        print(f"WRONG: {what}", file=sys.stderr)  # noqa: T201
+    print(f"{len(wrong)} things were wrong" if wrong else "nothing was wrong")  # noqa: T201
+    return bool(wrong)

@@ -108,3 +108,15 @@ async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(5):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def check_answer(response: httpx.Response) -> None:
+    """Whether it is what may come of a request: what was asked for, or why not."""
+    assert "Traceback" not in response.text
+    if response.status_code != 200:
+        assert 400 <= response.status_code < 500, response.text
+        error_of(response)
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        events_of(response.text)
+    else:
+        assert response.json()["choices"]

@@ -11,7 +11,6 @@ import argparse
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -20,9 +19,8 @@ import psutil
 from safetensors.torch import load_file
 
 import sglrollout as sr
-from sglrollout import testing
 from sglrollout.weights.leader import PauseMode
-from tests.load import Load, Resources, settled
+from tests.load import Load, Resources, run_alone, settled
 
 LOOK_EVERY_S = 5.0
 WARM_SHARE = 0.2
@@ -117,14 +115,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=8)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="t-") as folder:
-        tempfile.tempdir = folder  # so that what is left over there is of this run
-        model = testing.tiny_model(Path(folder) / "tiny")
-        wrong = anyio.run(soak, model, options.seed, 60 * options.minutes, options.clients)
-    for what in wrong[:20]:
-        print(f"WRONG: {what}", file=sys.stderr)  # noqa: T201
-    print(f"{len(wrong)} things were wrong" if wrong else "nothing was wrong")  # noqa: T201
-    return bool(wrong)
+    return run_alone(lambda model: soak(model, options.seed, 60 * options.minutes, options.clients))
 
 
 if __name__ == "__main__":

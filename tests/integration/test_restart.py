@@ -19,6 +19,7 @@ import pytest
 import sglrollout as sr
 from sglrollout import testing
 from sglrollout.engine.cpu_support import forgive_torchvision
+from tests.reference import greedy
 
 pytestmark = pytest.mark.slow
 
@@ -45,17 +46,6 @@ def train(model: Any, step: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-
-
-def greedy(model: Any, prompt_ids: tuple[int, ...]) -> list[int]:
-    """What transformers says with these weights."""
-    import torch
-
-    ids = list(prompt_ids)
-    with torch.no_grad():
-        for _ in range(16):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt_ids) :]
 
 
 async def check_answers(rollout: sr.AsyncRolloutEngine, model: Any) -> None:

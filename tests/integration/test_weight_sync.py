@@ -18,6 +18,7 @@ import sglrollout as sr
 from sglrollout import testing
 from sglrollout.engine.cpu_support import forgive_torchvision
 from sglrollout.weights.transfer import Transfer
+from tests.reference import greedy
 
 pytestmark = pytest.mark.slow
 
@@ -39,17 +40,6 @@ def trained(path: Path, step: int) -> Any:
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model
-
-
-def greedy(model: Any, prompt_ids: tuple[int, ...]) -> list[int]:
-    """What transformers says with these weights, whether it is the end of sequence or not."""
-    import torch
-
-    ids = list(prompt_ids)
-    with torch.no_grad():
-        for _ in range(16):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt_ids) :]
 
 
 def logprobs(model: Any, completion: sr.Completion) -> list[float]:

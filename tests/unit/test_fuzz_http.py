@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from sglrollout.serve import body as serve_body
 from sglrollout.serve import server as serve_server
-from tests.serving import ASK, MODEL, Serving, error_of, events_of, serving, until
+from tests.serving import ASK, MODEL, Serving, check_answer, error_of, serving, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,18 +65,6 @@ def nothing_failed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not [record.getMessage() for record in failed]
 
 
-def check(response: httpx.Response) -> None:
-    """Whether it is what may come of a request: what was asked for, or why not."""
-    assert "Traceback" not in response.text
-    if response.status_code != 200:
-        assert 400 <= response.status_code < 500, response.text
-        error_of(response)
-    elif response.headers["content-type"].startswith("text/event-stream"):
-        events_of(response.text)
-    else:
-        assert response.json()["choices"]
-
-
 async def ask(served: Serving, path: str, content: bytes, **headers: str) -> httpx.Response:
     url = httpx.URL(served.endpoint.url).copy_with(path=path)
     with anyio.fail_after(HANG_S):
@@ -120,7 +108,7 @@ def with_something_else(value: Any, data: st.DataObject) -> Any:
 async def test_requests_with_a_part_replaced_or_taken_away(served: Serving, data: st.DataObject, stream: bool) -> None:
     path, valid = data.draw(st.sampled_from([(CHATS, CHAT), (COMPLETIONS, COMPLETION)]))
     changed = with_something_else({**valid, "stream": stream}, data)
-    check(await ask(served, path, json.dumps(changed).encode()))
+    check_answer(await ask(served, path, json.dumps(changed).encode()))
 
 
 @FUZZ
@@ -131,7 +119,7 @@ async def test_bodies_with_bytes_changed_lost_and_added(served: Serving, data: s
         at = data.draw(st.integers(0, len(content)))
         removed, added = data.draw(st.integers(0, 5)), data.draw(st.binary(max_size=5))
         content[at : at + removed] = added
-    check(await ask(served, path, bytes(content)))
+    check_answer(await ask(served, path, bytes(content)))
 
 
 @FUZZ
@@ -158,7 +146,7 @@ ODD_BODIES = {
 @pytest.mark.parametrize("path", [CHATS, COMPLETIONS])
 @pytest.mark.parametrize("content", ODD_BODIES.values(), ids=ODD_BODIES.keys())
 async def test_odd_bodies(served: Serving, path: str, content: bytes) -> None:
-    check(await ask(served, path, content))
+    check_answer(await ask(served, path, content))
 
 
 DEEP_PLACES = ["messages", "metadata", "tools", "response_format", "chat_template_kwargs", "stop", "prompt", "user"]
@@ -186,7 +174,7 @@ async def test_fields_that_are_nested_deeply(served: Serving, place: str, depth:
         else:
             fields[place] = "DEEP"
         content = json.dumps(fields).replace('"DEEP"', deep).encode()
-        check(await ask(served, COMPLETIONS if place == "prompt" else CHATS, content))
+        check_answer(await ask(served, COMPLETIONS if place == "prompt" else CHATS, content))
 
 
 # ------------------------------------------------------------ raw bytes

@@ -23,7 +23,7 @@ import sglrollout as sr
 from sglrollout.serve import body
 from sglrollout.session.parsing import MOST_DEPTH
 from sglrollout.testing import ScriptedEngine
-from tests.serving import ASK, ENDLESS, MODEL, Serving, calling, client_of, error_of, events_of, serving, until
+from tests.serving import ASK, ENDLESS, MODEL, Serving, calling, check_answer, client_of, error_of, serving, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -304,14 +304,7 @@ MESSAGE = st.fixed_dictionaries(
 async def test_whatever_is_asked_gets_an_answer_in_openais_shape(
     served: Serving, path: str, base: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    response = await served.client.post(path, content=json.dumps({**base, **fields}))
-    if response.status_code != 200:
-        assert 400 <= response.status_code < 500, response.text
-        error_of(response)
-    elif response.headers["content-type"].startswith("text/event-stream"):
-        events_of(response.text)
-    else:
-        assert response.json()["choices"]
+    check_answer(await served.client.post(path, content=json.dumps({**base, **fields})))
 
 
 # ------------------------------------------------------------ what fails

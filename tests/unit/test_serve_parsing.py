@@ -124,10 +124,7 @@ def parse_text(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[str], tuple[st
     return functions
 
 
-def test_a_parser_that_hangs_keeps_no_other_from_parsing(
-    parse_text: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tool_calls, "PARSE_S", 0.5)
+def test_a_parser_that_hangs_keeps_no_other_from_parsing(parse_text: list[Any]) -> None:
     go_on = threading.Event()
 
     def parse(text: str) -> tuple[str, list[Any]]:
@@ -138,9 +135,9 @@ def test_a_parser_that_hangs_keeps_no_other_from_parsing(
     parse_text.append(parse)
     try:
         with ThreadPoolExecutor(8) as threads:  # as many as a host has, and more texts that hang
-            hanging = [threads.submit(tool_calls.parse_tool_calls, "hang", [], "hermes", None) for _ in range(7)]
+            hanging = [threads.submit(tool_calls.parse_tool_calls, "hang", [], "hermes", None, 0.5) for _ in range(7)]
             begun = time.monotonic()
-            assert tool_calls.parse_tool_calls("fine", [], "hermes", None)["calls"] == [["add", "{}"]]
+            assert tool_calls.parse_tool_calls("fine", [], "hermes", None, 0.5)["calls"] == [["add", "{}"]]
             assert time.monotonic() - begun < 0.4
             for future in hanging:
                 with pytest.raises(TimeoutError, match=r"parser hermes did not end within 0.5 s"):
@@ -154,7 +151,7 @@ def test_a_text_that_a_parser_fails_on_is_all_content(parse_text: list[Any]) -> 
         raise KeyError(text)
 
     parse_text.append(fail)
-    answer = tool_calls.parse_tool_calls("text", [], "hermes", None)
+    answer = tool_calls.parse_tool_calls("text", [], "hermes", None, 0.5)
     assert answer == {"content": "text", "calls": []}
 
 

@@ -257,25 +257,21 @@ class Producer:
         if run.attempt != attempt:
             sample.cancel("its group was taken back")
             return
-        slot.cancel = partial(self._cut, run, sample)
-        slot.so_far = partial(self._so_far, run, sample)
+        slot.cancel = partial(self._cut, sample)
+        slot.so_far = partial(self._so_far, sample)
         slot.last_token_s = lambda: sample.request.last_token_s
         self._spawn(self._follow, run, i, sample)
 
-    def _cut(self, run: GroupRun, sample: Sample) -> Completion | None:
+    def _cut(self, sample: Sample) -> Completion | None:
         """Abort a sample; what there is of it, if that can be resumed."""
         sample.cancel("its group was taken back")
-        return self._so_far(run, sample)
+        return self._so_far(sample)
 
-    def _so_far(self, run: GroupRun, sample: Sample) -> Completion | None:
+    def _so_far(self, sample: Sample) -> Completion | None:
         if not resumable(self.options.sampling):
             return None
-        completion = self._completion(run, sample)
+        completion = self._sampler.completion(sample)
         return completion if completion.token_ids else None
-
-    def _completion(self, run: GroupRun, sample: Sample) -> Completion:
-        assert run.prepared is not None
-        return self._sampler.completion(sample, run.prepared, self.options.sampling)
 
     async def _follow(self, run: GroupRun, i: int, sample: Sample) -> None:
         """Wait for a sample's end; then it is settled."""
@@ -285,7 +281,7 @@ class Producer:
             return
         slot.stop_following()
         self.tally.num_resumed += sample.num_resumed
-        slot.completion = self._completion(run, sample)
+        slot.completion = self._sampler.completion(sample)
         await self._settle(run, slot)
 
     async def _play(self, run: GroupRun, i: int, scope: anyio.CancelScope) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
@@ -25,6 +25,7 @@ from sglrollout.errors import (
 from sglrollout.version import __version__
 from sglrollout.wire.channel import Channel, client_channel
 from sglrollout.wire.messages import (
+    HOST_ALONE,
     PROTOCOL,
     Abort,
     Command,
@@ -45,8 +46,6 @@ from sglrollout.wire.messages import (
 
 _LOG_TAIL_LINES = 30
 _LAST_WORDS_S = 0.25
-_OF_THE_HOST_ALONE = "parse_tool_calls"
-"""The command that schedulers hear nothing of."""
 _log = logging.getLogger("sglrollout.engine")
 
 T = TypeVar("T")
@@ -96,8 +95,7 @@ class EngineClient:
         self._host: Launcher | None = None
         self._channel: Channel[FromHost, ToHost] | None = None
         self._requests: dict[int, Request] = {}
-        self._replies: dict[int, tuple[anyio.Event, list[Reply]]] = {}
-        self._pending: set[int] = set()
+        self._replies: dict[int, _Awaited] = {}
 
     # ------------------------------------------------------------ life
 
@@ -256,10 +254,10 @@ class EngineClient:
             case Reply():
                 if not message.timed_out:  # also of one that nobody waits for any more
                     self.num_unanswered = 0
-                waiting = self._replies.pop(message.command_id, None)
-                if waiting is not None:
-                    waiting[1].append(message)
-                    waiting[0].set()
+                awaited = self._replies.pop(message.command_id, None)
+                if awaited is not None:
+                    awaited.answers.append(message)
+                    awaited.event.set()
             case _:
                 raise ChannelError(f"unexpected {type(message).__name__}")
 
@@ -271,8 +269,8 @@ class EngineClient:
         requests, self._requests = self._requests, {}
         for request in requests.values():
             request.end(Finish("error", message=reason), self._death)
-        for event, _ in self._replies.values():
-            event.set()
+        for awaited in self._replies.values():
+            awaited.event.set()
         if self.on_death is not None:
             self.on_death(self._death)
 
@@ -282,8 +280,8 @@ class EngineClient:
         for request in list(self._requests.values()):
             request.end(Finish("abort", message="the rollout was closed"), LifecycleError("the rollout was closed"))
         self._requests.clear()
-        for event, _ in self._replies.values():
-            event.set()
+        for awaited in self._replies.values():
+            awaited.event.set()
         with anyio.CancelScope(shield=True):
             if self._channel is not None and self.info is not None and self._death is None:
                 self._channel.send(Stop())
@@ -306,7 +304,7 @@ class EngineClient:
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return sum(awaited.name != HOST_ALONE for awaited in self._replies.values())
 
     async def submit(self, request: Request) -> None:
         """Hand a request to the engine.
@@ -357,9 +355,7 @@ class EngineClient:
         assert self._channel is not None
         command_id, event, answers = self._next_id, anyio.Event(), list[Reply]()
         self._next_id += 1
-        self._replies[command_id] = (event, answers)
-        if name != _OF_THE_HOST_ALONE:
-            self._pending.add(command_id)
+        self._replies[command_id] = _Awaited(name, event, answers)
         given = {} if timeout_s is None else {"timeout_s": timeout_s}
         self._channel.send(Command(command_id, name, {**arguments, **given}))  # type: ignore[arg-type]
         within_s = self._control_timeout_s + (timeout_s or 0.0)
@@ -371,7 +367,6 @@ class EngineClient:
             raise EngineRequestError(self.name, f"{name} was not answered within {within_s:g} s", True) from None
         finally:
             self._replies.pop(command_id, None)
-            self._pending.discard(command_id)
         if not answers:
             raise (
                 fresh(self._death)
@@ -382,6 +377,14 @@ class EngineClient:
         if answers[0].error:
             raise EngineRequestError(self.name, f"{name} failed: {answers[0].error}", answers[0].timed_out)
         return answers[0].value
+
+
+class _Awaited(NamedTuple):
+    """A command whose answer has not come."""
+
+    name: str
+    event: anyio.Event
+    answers: list[Reply]
 
 
 class _LaunchError(Exception):

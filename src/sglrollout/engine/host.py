@@ -25,6 +25,7 @@ from sglrollout.engine.sglang_adapter import SGLangEngine
 from sglrollout.version import __version__
 from sglrollout.wire.channel import Channel, host_channel
 from sglrollout.wire.messages import (
+    HOST_ALONE,
     PROTOCOL,
     Abort,
     Command,
@@ -117,7 +118,7 @@ class EngineHost:
             value = await getattr(self, f"_on_{command.name}")(**command.arguments)
             self._channel.send(Reply(command.command_id, value=value))
         except Exception as error:
-            timed_out = isinstance(error, TimeoutError) and command.name != "parse_tool_calls"
+            timed_out = isinstance(error, TimeoutError) and command.name != HOST_ALONE
             self._channel.send(Reply(command.command_id, f"{type(error).__name__}: {error}", timed_out))
 
     async def _on_flush_cache(self, timeout_s: float) -> dict[str, Any]:
@@ -204,7 +205,8 @@ class EngineHost:
     async def _on_parse_tool_calls(
         self, text: str, tools: list[dict[str, Any]], parser: str, timeout_s: float
     ) -> dict[str, Any]:
-        return await asyncio.wait_for(asyncio.to_thread(self._engine.parse_tool_calls, text, tools, parser), timeout_s)
+        parsing = asyncio.to_thread(self._engine.parse_tool_calls, text, tools, parser, timeout_s)
+        return await asyncio.wait_for(parsing, timeout_s)
 
     def _emit(self, outputs: Outputs | EncodedOutputs) -> None:
         self._channel.send(outputs)

@@ -434,9 +434,9 @@ class SGLangEngine:
             request = ResumeMemoryOccupationReqInput(tags=tags)
             await asyncio.wait_for(self._manager.resume_memory_occupation(request, None), timeout_s)
 
-    def parse_tool_calls(self, text: str, tools: list[dict[str, Any]], parser: str) -> dict[str, Any]:
+    def parse_tool_calls(self, text: str, tools: list[dict[str, Any]], parser: str, timeout_s: float) -> dict[str, Any]:
         """Tool calls in a text, by SGLang's parser of that name. Blocks: the first call imports them all."""
-        return parse_tool_calls(text, tools, parser, self._manager.tokenizer)
+        return parse_tool_calls(text, tools, parser, self._manager.tokenizer, timeout_s)
 
     async def call_schedulers(self, method: str, within_s: float, arguments: dict[str, Any] | None = None) -> list[Any]:
         """Run a method of the agent in every TP rank, between two steps.

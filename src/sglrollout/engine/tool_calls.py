@@ -8,10 +8,10 @@ from typing import Any
 
 _log = logging.getLogger("sglrollout.engine")
 
-PARSE_S = 10.0
 
-
-def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str, tokenizer: Any) -> dict[str, Any]:
+def parse_tool_calls(
+    text: str, tools: list[dict[str, Any]], parser: str, tokenizer: Any, timeout_s: float
+) -> dict[str, Any]:
     """Find the calls in a text.
 
     Args:
@@ -19,6 +19,7 @@ def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str, tokeni
         tools: OpenAI's schemas: ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
         parser: SGLang's name of a parser.
         tokenizer: for parsers that need it.
+        timeout_s: for the parser.
 
     Returns:
         ``content``, the text without calls, and ``calls``: each call's name, known or not, and its arguments as JSON
@@ -26,7 +27,7 @@ def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str, tokeni
         parsers, when there is no such parser; only ``refused`` when it does not suit this model, with why.
 
     Raises:
-        TimeoutError: the parser takes longer than ``PARSE_S``.
+        TimeoutError: the parser takes longer.
     """
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.environ import envs
@@ -41,13 +42,13 @@ def parse_tool_calls(text: str, tools: list[dict[str, Any]], parser: str, tokeni
     # SGLang drops calls of tools that do not exist unless it is told not to, and the model would never hear of it. Its
     # override() would be in os.environ, which all threads share: with isolation="thread" with the user's.
     envs.SGLANG_FORWARD_UNKNOWN_TOOLS.default = True
-    content, calls = _parsed(found, parser, text)
+    content, calls = _parsed(found, parser, text, timeout_s)
     if not calls:
         return {"content": text, "calls": []}
     return {"content": content, "calls": [[call.name or "", call.parameters] for call in calls]}
 
 
-def _parsed(found: Any, parser: str, text: str) -> tuple[str, list[Any]]:
+def _parsed(found: Any, parser: str, text: str, timeout_s: float) -> tuple[str, list[Any]]:
     """What a parser finds. One that hangs keeps a thread of its own: the host has few, and ends once they are done."""
     answer: list[tuple[str, list[Any]]] = []
 
@@ -60,7 +61,7 @@ def _parsed(found: Any, parser: str, text: str) -> tuple[str, list[Any]]:
 
     thread = threading.Thread(target=parse, name=f"parser-{parser}", daemon=True)
     thread.start()
-    thread.join(PARSE_S)
+    thread.join(timeout_s)
     if not answer:
-        raise TimeoutError(f"SGLang's parser {parser} did not end within {PARSE_S:g} s")
+        raise TimeoutError(f"SGLang's parser {parser} did not end within {timeout_s:g} s")
     return answer[0]

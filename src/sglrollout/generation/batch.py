@@ -114,8 +114,7 @@ class _Batch:
 
     def _group(self, run: _Run) -> Group:
         self._room.set()
-        sampling = self._options.sampling
-        completions = tuple(self._sampler.completion(sample, run.prepared, sampling) for sample in run.samples)
+        completions = tuple(self._sampler.completion(sample) for sample in run.samples)
         return Group(run.prepared.prompt, run.prepared.ids, completions, run.index)
 
     async def _prepare(self) -> AsyncIterator[Prepared]:

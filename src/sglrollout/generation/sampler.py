@@ -222,20 +222,20 @@ class Sampler:
             wire["seed"] = (random.getrandbits(31) if sampling.seed is None else sampling.seed) + index
         return wire
 
-    def completion(self, sample: Sample, prepared: Prepared, sampling: Sampling) -> Completion:
+    def completion(self, sample: Sample) -> Completion:
         """What became of a sample; of one that still runs, what there is of it, as if it had been aborted now."""
         request = sample.request
         finish = request.finish or Finish("abort", message="it has not ended")
         detokenize = None
         if self.tokenizer is not None:
-            tokenizer, skip = self.tokenizer, sampling.skip_special_tokens
+            tokenizer, skip = self.tokenizer, sample.sampling.skip_special_tokens
 
             def detokenize(completion: Completion) -> str:
                 return tokenizer.completion_text(completion, skip)
 
         first, last = request.first_token_s, request.finished_s or time.monotonic()
         return Completion(
-            prompt_ids=prepared.ids,
+            prompt_ids=sample.prepared.ids,
             token_ids=tuple(request.token_ids),
             logprobs=None if request.logprobs is None else tuple(request.logprobs),
             finish_reason=finish.reason,  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ from sglrollout.config import Sampling
 from sglrollout.engine.protocol import Request
 from sglrollout.errors import LifecycleError
 from sglrollout.generation.chunks import ChunkReader, Part
-from sglrollout.generation.sample import Prepared, Sample
 from sglrollout.generation.sampler import Sampler
 from sglrollout.text import StreamText
 from sglrollout.types import Chunk, Completion, FinishReason, Prompt
@@ -44,8 +43,6 @@ class Stream(Abandonable):
         self._chunk_tokens, self._timeout_s = chunk_tokens, timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sampler: Sampler | None = None
-        self._prepared: Prepared | None = None
-        self._sample: Sample | None = None
         self._reader: ChunkReader | None = None
         self._text: StreamText | None = None
         self._over = self._taken = False
@@ -57,11 +54,10 @@ class Stream(Abandonable):
         Raises:
             LifecycleError: it has not.
         """
-        if self._sample is None or not self._sample.request.ended:
+        if self._reader is None or not self._reader.sample.request.ended:
             raise LifecycleError("the stream has not ended: its completion is there after the last chunk, or aclose()")
         assert self._sampler is not None
-        assert self._prepared is not None
-        return self._sampler.completion(self._sample, self._prepared, self._sampling)
+        return self._sampler.completion(self._reader.sample)
 
     def __aiter__(self) -> Self:
         return self
@@ -86,14 +82,14 @@ class Stream(Abandonable):
         self._loop = asyncio.get_running_loop()
         self._sampler = await self._sampler_ready()
         self._sampler.check(self._sampling)
-        self._prepared = self._sampler.prepare(self._prompt, "prompt")
-        self._sample = await self._sampler.start(
-            self._prepared, self._sampling, chunk_tokens=self._chunk_tokens, timeout_s=self._timeout_s
+        prepared = self._sampler.prepare(self._prompt, "prompt")
+        sample = await self._sampler.start(
+            prepared, self._sampling, chunk_tokens=self._chunk_tokens, timeout_s=self._timeout_s
         )
         if self._sampler.tokenizer is not None:
             tokenizer, skip = self._sampler.tokenizer, self._sampling.skip_special_tokens
             self._text = StreamText(lambda ids: tokenizer.decode(ids, skip), self._sampling.stop)
-        self._reader = ChunkReader(self._sample, self._chunk_tokens)
+        self._reader = ChunkReader(sample, self._chunk_tokens)
         return self._reader
 
     def _chunk(self, part: Part, request: Request) -> Chunk:
@@ -106,11 +102,11 @@ class Stream(Abandonable):
 
     def _abandon(self) -> None:
         self._over = True
-        if self._sample is not None:
-            self._sample.cancel("the stream was left")
+        if self._reader is not None:
+            self._reader.sample.cancel("the stream was left")
 
     def __del__(self) -> None:
         # A loop that was left by `break` drops the stream, and in CPython this runs at once; from a garbage
         # collection it may run on any thread.
-        if not self._over and self._sample is not None and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._sample.cancel, "the stream was left")
+        if not self._over and self._reader is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._reader.sample.cancel, "the stream was left")

@@ -176,7 +176,7 @@ class Session:
         Raises:
             ConfigError: messages do not fit the chat template (:meth:`discard` takes them back), or an option is wrong;
                 nothing was started.
-            EngineDiedError: more than three engines died under this turn.
+            EngineDiedError: more engines died under this turn than ``max_failovers``, or the last one.
             EngineRequestError, RequestTimeoutError, NoEngineError, QueueFullError, StaleWeightsError: as for any
                 sample. The session is as it was before, and the turn may be asked for again.
             LifecycleError: it is generating already, nothing was added to say something to, the engines are asleep, or

@@ -105,7 +105,7 @@ class TurnRun:
     def completion(self) -> Completion:
         """All of it, once it has ended."""
         assert self._reader is not None
-        return self.sampler.completion(self._reader.sample, self.prepared, self.sampling)
+        return self.sampler.completion(self._reader.sample)
 
     def cancel(self, message: str, error: Exception | None = None) -> None:
         """Abort what runs, and free its slot."""

@@ -83,6 +83,10 @@ CommandName: TypeAlias = Literal[
 ]
 
 
+HOST_ALONE: CommandName = "parse_tool_calls"
+"""The command that a host carries out without SGLang's processes: what it takes says nothing of them."""
+
+
 class Command(msgspec.Struct, tag="command"):
     """Run a control method of the host; answered by a :class:`Reply` with the same ``command_id``."""
 
