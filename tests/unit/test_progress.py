@@ -63,13 +63,31 @@ async def test_a_narrow_terminal_shows_all_of_it(
     assert "…" not in shown
 
 
-async def test_a_notebook_shows_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def shell(monkeypatch: pytest.MonkeyPatch, running: object) -> None:
+    """Have IPython and ipykernel imported, with ``running`` as the shell that runs this code."""
+    ipython = ModuleType("IPython")
+    monkeypatch.setattr(ipython, "get_ipython", lambda: running, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+
+
+async def test_a_notebook_shows_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shell(monkeypatch, SimpleNamespace(kernel=object()))
     await waited_for(8, True)
     shown = capsys.readouterr().err
     assert "5/8" in shown
     assert "stalled=3" in shown
     assert "\n" not in shown.strip()
+
+
+@pytest.mark.parametrize("running", [None, SimpleNamespace()], ids=["a script", "a terminal's IPython"])
+async def test_a_library_that_imports_ipykernel_makes_no_notebook(
+    running: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal(monkeypatch)
+    shell(monkeypatch, running)
+    await waited_for(8, True)
+    assert "collecting under weight version 9" in capsys.readouterr().err
 
 
 async def test_nothing_is_shown_when_it_is_not_wanted(capsys: pytest.CaptureFixture[str]) -> None:

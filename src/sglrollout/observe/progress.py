@@ -26,7 +26,13 @@ def wanted(setting: bool | None) -> bool:
     """``None`` shows progress to a person: on a terminal or in a notebook, and not in CI."""
     if setting is not None:
         return setting
-    return not os.environ.get("CI") and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    return not os.environ.get("CI") and (sys.stderr.isatty() or in_notebook())
+
+
+def in_notebook() -> bool:
+    """Whether a kernel runs this code: that a library has imported ``ipykernel`` tells nothing."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 @asynccontextmanager
@@ -115,7 +121,7 @@ def collecting(read: Callable[[], Collecting], num_groups: int | None, show: boo
     """While a batch is waited for: a live table on a terminal, one line in a notebook."""
     if not show:
         return nullcontext()
-    return _Line(read, num_groups) if "ipykernel" in sys.modules else _Table(read, num_groups)
+    return _Line(read, num_groups) if in_notebook() else _Table(read, num_groups)
 
 
 class _View:
