@@ -60,6 +60,7 @@ from sglrollout.session.tools import Tool, ToolCall, ToolResult
 from sglrollout.session.turn import Turn
 from sglrollout.types import Chunk, Completion, FinishReason, Group, Message, Prompt, Timings, VersionSpan
 from sglrollout.version import __version__
+from sglrollout.weights.remote import Broadcast, Disk
 from sglrollout.weights.report import SyncReport, VerifyReport
 from sglrollout.weights.sources import FSDPSource, ModuleSource, TensorSource
 from sglrollout.weights.syncer import WeightSyncer
@@ -72,6 +73,7 @@ __all__ = [
     "BlockingSessionStream",
     "BlockingStream",
     "BlockingWeightSyncer",
+    "Broadcast",
     "ChannelError",
     "Chunk",
     "CollectReport",
@@ -80,6 +82,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DeviceMemoryError",
+    "Disk",
     "EngineDiedError",
     "EngineError",
     "EngineMetrics",

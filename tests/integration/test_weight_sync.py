@@ -127,8 +127,8 @@ async def test_whatever_the_staging_buffer_held_before_every_byte_of_it_that_is_
     async with sr.WeightSyncer(rollout, sr.ModuleSource(model), bucket_bytes=BUCKET_BYTES) as syncer:
         await syncer.sync()
         assert syncer._plan is not None
-        assert isinstance(syncer._plan.transfer, Transfer)
-        syncer._plan.transfer.staging.bytes.fill_(0xFF)  # NaN, in any floating type
+        assert isinstance(syncer._plan.fast, Transfer)
+        syncer._plan.fast.staging.bytes.fill_(0xFF)  # NaN, in any floating type
         await syncer.sync()
         await syncer.verify()
         assert await answers_like(rollout, model)

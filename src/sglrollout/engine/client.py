@@ -75,7 +75,7 @@ class EngineClient:
         control_timeout_s: float = 60.0,
         log_dir: str | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.url = name, ""
         self.devices: Sequence[str] = tuple(devices)
         self.on_load: Callable[[Load], None] | None = None
         self.on_death: Callable[[Exception], None] | None = None

@@ -157,8 +157,10 @@ class Engine(Protocol):
     """
 
     name: str
+    url: str
+    """Of the server that it is; empty for an engine that this process started."""
     devices: Sequence[str]
-    """UUIDs of its GPUs, in TP rank order; empty on a CPU."""
+    """UUIDs of its GPUs, in TP rank order; empty on a CPU, and of a server."""
     info: EngineInfo | None
     load: Load | None
     on_load: Callable[[Load], None] | None

@@ -74,6 +74,7 @@ class FakeEngine(ABC, Generic[T]):
         self.kv_usage, self.memory_saver = kv_usage, memory_saver
         self.fail_start, self.fail_restart = fail_start, fail_restart
         self.fail_request, self.fail_command = fail_request, fail_command
+        self.url = ""
         self.devices: Sequence[str] = ()
         self.info: EngineInfo | None = None
         self.load: Load | None = None

@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
 
 from sglrollout.boxes import Box
-from sglrollout.concurrency import to_the_end, unwrapped
+from sglrollout.concurrency import in_parallel, to_the_end, unwrapped
 from sglrollout.errors import EngineError, RolloutError, WeightNamesError, WeightSyncError
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.pool.sleep import TAGS, wake_members
@@ -32,6 +33,7 @@ class EngineFacts:
     life: int
     tp_size: int
     devices: tuple[str, ...]
+    remote: bool = False
 
 
 class Leader:
@@ -45,6 +47,12 @@ class Leader:
     def __init__(self, pool: Pool, timeout_s: float) -> None:
         self.pool, self._timeout_s = pool, timeout_s
         self.members: list[Member] = []
+        self.local: list[Member] = []
+        """Those of :attr:`members` on this machine."""
+        self.remote: list[Member] = []
+        """And those on others."""
+        self.group = ""
+        """The name of the process group that remote engines are in, or may be."""
         self.keys: dict[str, str] = {}
         """What an engine is called among those of all ranks."""
         self.num_bytes = 0
@@ -63,17 +71,21 @@ class Leader:
 
     def facts(self) -> list[EngineFacts]:
         """The engines that are up now, which are those of this sync."""
-        self.members = self.pool.serving
-        return [
-            EngineFacts(member.name, member.num_restarts, max(1, info.tp_size), tuple(member.engine.devices))
-            for member in self.members
-            if (info := member.engine.info) is not None
-        ]
+        self.members, self.local, self.remote, facts = self.pool.serving, [], [], []
+        for member in self.members:
+            info = member.engine.info
+            assert info is not None  # it is serving
+            (self.remote if info.remote else self.local).append(member)
+            tp_size, devices = max(1, info.tp_size), tuple(member.engine.devices)
+            facts.append(EngineFacts(member.name, member.num_restarts, tp_size, devices, info.remote))
+        return facts
 
     async def describe(self, weights: list[WeightSpec], allow_missing: Sequence[str]) -> list[WeightReport]:
         """What every TP rank of every engine says to these weights."""
         arguments = {"weights": msgspec.to_builtins(weights), "allow_missing": list(allow_missing)}
-        answers = await self._all("plan", lambda m: m.engine.command("describe_weights", self._timeout_s, **arguments))
+        answers = await self._all(
+            "plan", lambda m: m.engine.command("describe_weights", self._timeout_s, **arguments), self.local
+        )
         return [msgspec.convert(report, WeightReport) for answer in answers for report in answer["reports"]]
 
     async def attach(self, links: dict[str, list[tuple[str, str]]]) -> None:
@@ -83,11 +95,13 @@ class Leader:
             lambda m: m.engine.command(
                 "attach_weights", self._timeout_s, links=links[self.keys[m.name]], engine=self.keys[m.name]
             ),
+            self.local,
         )
 
     async def detach(self) -> None:
-        """Let engines give the trainer's memory back, those that still can."""
-        serving = [member for member in self.members if member.serving]
+        """Let engines give the trainer's memory back, and leave its group, those that still can."""
+        await self.leave_group()
+        serving = [member for member in self.local if member.serving]
         with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
             await self._all("plan", lambda m: m.engine.command("detach_weights", _DETACH_S), serving)
 
@@ -122,31 +136,97 @@ class Leader:
         """Stop all engines. ``told`` is set once they were told.
 
         Returns:
-            the seconds that took, and whether all still hold the plan that was made for them.
+            the seconds that took, and whether all on this machine still hold the plan that was made for them.
         """
         begun = time.perf_counter()
         self.pool.hold(self.members)
         for member in self.members:
             member.paused = True
         answers = await self._all("pause", lambda m: m.engine.command("pause", self._timeout_s, mode=mode), told=told)
-        return time.perf_counter() - begun, all(answer["attached"] for answer in answers)
+        attached = [answer["attached"] for m, answer in zip(self.members, answers, strict=True) if m in self.local]
+        return time.perf_counter() - begun, all(attached)
 
     async def load(self, told: anyio.Event) -> None:
         """Let engines take the buckets that trainer ranks hand them. Until it returns their weights are a mixture.
         ``told`` is set once they were told."""
-        await self._all("transfer", lambda m: m.engine.command("load_weights", self._timeout_s), told=told)
+        await self._all("transfer", lambda m: m.engine.command("load_weights", self._timeout_s), self.local, told)
 
     async def begin_portable(self) -> None:
-        await self._all("transfer", lambda m: m.engine.command("begin_portable", self._timeout_s))
+        await self._all("transfer", lambda m: m.engine.command("begin_portable", self._timeout_s), self.local)
 
     async def load_portable(self, payloads: dict[str, list[bytes]]) -> None:
         await self._all(
             "transfer",
             lambda m: m.engine.command("load_portable", self._timeout_s, payloads=payloads[self.keys[m.name]]),
+            self.local,
         )
 
     async def end_portable(self) -> None:
-        await self._all("transfer", lambda m: m.engine.command("end_portable", self._timeout_s))
+        await self._all("transfer", lambda m: m.engine.command("end_portable", self._timeout_s), self.local)
+
+    # ------------------------------------------------------------ remote engines
+
+    @property
+    def remote_host(self) -> tuple[str, int]:
+        """Host and port of the first of them."""
+        url = urlsplit(self.remote[0].engine.url)
+        return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of a group of this rank and all TP ranks of remote engines."""
+        return 1 + sum(_tp_size(member) for member in self.remote)
+
+    async def join_group(self, name: str, address: str, port: int, backend: str) -> None:
+        """Let remote engines join a group, as its ranks from 1 on."""
+        first = dict[str, int]()
+        rank = 1
+        for member in self.remote:
+            first[member.name] = rank
+            rank += _tp_size(member)
+        await self._remote(
+            "plan",
+            "init_group",
+            lambda m: {
+                "master_address": address,
+                "master_port": port,
+                "rank_offset": first[m.name],
+                "world_size": rank,
+                "group_name": name,
+                "backend": backend,
+            },
+        )
+
+    async def leave_group(self) -> None:
+        """Let remote engines leave the group, those that still can."""
+        group, self.group = self.group, ""
+        serving = [member for member in self.remote if member.serving] if group else []
+        with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
+            await to_the_end(
+                partial(member.engine.command, "destroy_group", _DETACH_S, group_name=group) for member in serving
+            )
+
+    async def begin_update(self) -> None:
+        await self._remote("transfer", "begin_update")
+
+    async def receive(self, group: str, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+        """Let remote engines receive a flattened bucket. One that fails ends it: all wait for the same broadcast."""
+        arguments = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
+        await self._remote("transfer", "receive_weights", lambda m: {**arguments, "load_format": "flattened_bucket"})
+
+    async def end_update(self) -> None:
+        await self._remote("transfer", "end_update")
+
+    async def load_from_disk(self, path: str) -> None:
+        await self._remote("transfer", "load_from_disk", lambda m: {"path": path})
+
+    async def _remote(
+        self, phase: str, command: str, arguments: Callable[[Member], dict[str, Any]] = lambda m: {}
+    ) -> None:
+        calls = [partial(m.engine.command, command, self._timeout_s, **arguments(m)) for m in self.remote]
+        await self._guarded(phase, in_parallel(calls))
+
+    # ------------------------------------------------------------ the end of a sync
 
     async def resume(self, version: int, flush: bool) -> tuple[float, float]:
         """Let engines empty their prefix caches and run again under ``version``. They take work once it is published.
@@ -175,12 +255,12 @@ class Leader:
         """By engine and TP rank: sums of what was copied, cut by ``boxes`` (by weight, of who holds it)."""
         plain = msgspec.to_builtins(boxes)
         answers = await self._all(
-            "verify", lambda m: m.engine.command("checksum_weights", self._timeout_s, boxes=plain)
+            "verify", lambda m: m.engine.command("checksum_weights", self._timeout_s, boxes=plain), self.local
         )
         self.num_bytes = sum(rank["num_bytes"] for answer in answers for rank in answer["ranks"])
         return {
             member.name: [rank["sums"] for rank in answer["ranks"]]
-            for member, answer in zip(self.members, answers, strict=True)
+            for member, answer in zip(self.local, answers, strict=True)
         }
 
     async def spoil(self, reason: str, members: Sequence[Member] | None = None) -> None:
@@ -189,6 +269,9 @@ class Leader:
         self.pool.spoil(spoilt, reason)
         with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
             await to_the_end(partial(member.engine.command, "pause", _DETACH_S, mode="retract") for member in spoilt)
+        remote = [member for member in spoilt if member in self.remote]
+        with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):  # the next sync begins another update
+            await to_the_end(partial(member.engine.command, "end_update", _DETACH_S) for member in remote)
 
     async def call_off(self) -> None:
         """The sync failed before any weight moved: engines go on as they were, each that can."""
@@ -238,6 +321,10 @@ class Leader:
             raise _of_phase(phase, unwrapped(group)) from None
         except EngineError as error:
             raise _of_phase(phase, error) from None
+
+
+def _tp_size(member: Member) -> int:
+    return max(1, member.engine.info.tp_size) if member.engine.info is not None else 1
 
 
 def _of_phase(phase: str, error: Exception) -> Exception:

@@ -16,6 +16,7 @@ from sglrollout.errors import ConfigError, WeightNamesError, WeightSyncError
 from sglrollout.weights.control import Ranks, machine
 from sglrollout.weights.leader import EngineFacts, Leader
 from sglrollout.weights.phases import Phases, together
+from sglrollout.weights.remote import Remote, make_road
 from sglrollout.weights.sources import Weight, WeightSource
 from sglrollout.weights.worker import Worker
 from sglrollout.wire.link import Listener
@@ -23,7 +24,7 @@ from sglrollout.wire.messages import WeightReport, WeightSpec
 
 if TYPE_CHECKING:
     from sglrollout.weights.memory import Exports
-    from sglrollout.weights.portable import PortableTransfer
+    from sglrollout.weights.roads import RemoteRoad, Road
     from sglrollout.weights.transfer import Layout, Transfer
 
 Method: TypeAlias = Literal["auto", "fast", "portable"]
@@ -37,6 +38,7 @@ class Options(NamedTuple):
     num_slots: int
     timeout_s: float
     allow_missing: list[str]
+    remote: Remote
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,25 @@ class Facts:
     boxes: list[Box]
     engines: list[EngineFacts]
 
+    @property
+    def has_remote_engines(self) -> bool:
+        return any(engine.remote for engine in self.engines)
+
 
 @dataclass
 class Plan:
     """What holds from sync to sync, until engines or weights change.
 
     Attributes:
-        method: ``fast`` or ``portable``.
+        method: ``fast`` or ``portable``, and how weights reach remote engines, joined by a plus sign.
         engines: those that it was made for.
-        reports: what the TP ranks of this rank's engines said, in the order of :meth:`Leader.facts`.
+        reports: what the TP ranks of this rank's engines on its machine said, in the order of :meth:`Leader.facts`.
         all_reports: the same of every rank's engines.
         serves: whether engines read this rank's memory.
         exports: what this rank has exported.
+        num_engines, num_remote: of all ranks; the latter are among the former.
+        fast: brings weights to engines that read the trainer's memory; ``None`` where there is none.
+        roads: bring them to the others. Every rank has the same.
     """
 
     method: str
@@ -73,9 +82,29 @@ class Plan:
     all_reports: list[WeightReport]
     serves: bool
     exports: Exports
-    transfer: Transfer | PortableTransfer
+    fast: Transfer | None
+    roads: list[Road]
     num_engines: int
+    num_remote: int
     copy_bytes_per_s: float
+
+    @property
+    def num_buckets(self) -> int:
+        return sum(way.num_buckets for way in self._ways)
+
+    @property
+    def remote(self) -> RemoteRoad | None:
+        """The road to engines on other machines."""
+        return next((road for road in self.roads if hasattr(road, "prove")), None)  # type: ignore[return-value]
+
+    @property
+    def _ways(self) -> list[Transfer | Road]:
+        return [*([self.fast] if self.fast is not None else []), *self.roads]
+
+    def close(self) -> None:
+        """Give back what it holds, on the worker's thread."""
+        for way in self._ways:
+            way.close()
 
     @cached_property
     def num_bytes(self) -> int:
@@ -133,7 +162,7 @@ class Planner:
         consumers = _consumers(facts)
         if leader is not None:
             leader.keys = {engine.name: _key(facts, self._ranks.rank, engine.name) for engine in engines}
-        if not any(engine.devices for fact in facts for engine in fact.engines):
+        if not any(engine.devices or engine.remote for fact in facts for engine in fact.engines):
             device = None  # engines are on the CPU, wherever the trainer is
 
         async def describe() -> list[WeightReport]:
@@ -143,7 +172,7 @@ class Planner:
             return await leader.describe([weight.spec for weight in weights], self._options.allow_missing)
 
         reports = await self._phases.run("plan", describe)
-        method, why = self._choose(reports)
+        method, why = self._choose(facts, reports)
         layout = _layout(weights, facts, reports, self._ranks.rank, device)
 
         async def share() -> Exports:
@@ -170,9 +199,9 @@ class Planner:
             return plan.copy_bytes_per_s
 
         async def attach() -> None:
-            if method != "fast":
+            transfer = made[0].fast
+            if transfer is None:
                 return
-            transfer: Transfer = made[0].transfer  # type: ignore[assignment]
 
             async def accept() -> None:
                 await self._worker.run(lambda: transfer.accept(self._listener, token, self._options.timeout_s))
@@ -183,18 +212,27 @@ class Planner:
 
             await together([accept, send])
 
+        async def connect() -> None:
+            road = made[0].remote
+            if road is not None and leader is not None:
+                await road.connect(leader)
+
         try:
             speeds = await self._phases.run("plan", prepare)
             await self._phases.run("plan", attach)
+            if made[0].remote is not None:
+                await self._phases.run("plan", connect)
         except BaseException:  # no rank may keep a plan that another has not
             with anyio.CancelScope(shield=True):
-                await self._worker.run(lambda: [plan.transfer.close() for plan in made] and None)
+                for plan in made:
+                    await self._worker.run(plan.close)
             raise
         made[0].copy_bytes_per_s = max(speeds)
         return made[0]
 
-    def _choose(self, reports: list[list[WeightReport]]) -> tuple[str, str]:
-        """The method, and why it is portable if nobody asked for that.
+    def _choose(self, facts: list[Facts], reports: list[list[WeightReport]]) -> tuple[str, str]:
+        """The method for engines on this machine, and why it is portable if nobody asked for that. It is empty where
+        there are only remote ones, which do not tell their parameters.
 
         Raises:
             WeightNamesError: the names do not fit.
@@ -202,6 +240,8 @@ class Planner:
         """
         every = [report for of_rank in reports for report in of_rank]
         if not every:
+            if any(fact.has_remote_engines for fact in facts):
+                return "", ""
             raise WeightSyncError("plan", "no rank owns a running engine")
         wrong = {
             kind: list(dict.fromkeys(name for report in every for name in getattr(report, kind)))
@@ -241,18 +281,36 @@ class Planner:
         from sglrollout.weights.portable import PortableTransfer
         from sglrollout.weights.transfer import Consumer, Transfer
 
-        mine = [Consumer(*consumer) for consumer in consumers]
-        transfer: Transfer | PortableTransfer
+        options, mine = self._options, [Consumer(*consumer) for consumer in consumers]
+        speed = copy_bytes_per_s(layout.device)  # before anything is held that would have to be given back
+        fast: Transfer | None = None
+        roads: list[Road] = []
+        methods = [method] if method else []
         if method == "fast":
-            transfer = Transfer(
-                layout, self._source, mine, self._options.bucket_bytes, self._options.num_slots, exports, direct
-            )
-        else:
-            transfer = PortableTransfer(layout, self._source, mine, self._options.bucket_bytes)
-        num_engines = sum(len(fact.engines) for fact in facts)
-        speed = copy_bytes_per_s(layout.device)
-        own = exports[self._ranks.rank]
-        return Plan(method, why, layout, engines, [], [], bool(mine), own, transfer, num_engines, speed)
+            fast = Transfer(layout, self._source, mine, options.bucket_bytes, options.num_slots, exports, direct)
+        elif method == "portable":
+            roads.append(PortableTransfer(layout, self._source, mine, options.bucket_bytes))
+        if any(fact.has_remote_engines for fact in facts):
+            serves = facts[self._ranks.rank].has_remote_engines
+            road = make_road(options.remote, serves, layout, self._source, options.bucket_bytes, options.timeout_s)
+            roads.append(road)
+            methods.append(road.method)
+        everywhere = [engine for fact in facts for engine in fact.engines]
+        return Plan(
+            method="+".join(methods),
+            why_portable=why,
+            layout=layout,
+            engines=engines,
+            reports=[],
+            all_reports=[],
+            serves=bool(mine),
+            exports=exports[self._ranks.rank],
+            fast=fast,
+            roads=roads,
+            num_engines=len(everywhere),
+            num_remote=sum(engine.remote for engine in everywhere),
+            copy_bytes_per_s=speed,
+        )
 
 
 def _refuse_duplicates(weights: list[Weight]) -> None:
@@ -278,7 +336,7 @@ def _consumers(facts: list[Facts]) -> list[list[tuple[str, int]]]:
     served: list[list[tuple[str, int]]] = [[] for _ in facts]
     for owner, fact in enumerate(facts):
         for engine in fact.engines:
-            for tp_rank in range(engine.tp_size):
+            for tp_rank in range(0 if engine.remote else engine.tp_size):
                 served[_partner(facts, owner, engine, tp_rank)].append((_key(facts, owner, engine.name), tp_rank))
     return served
 
@@ -325,6 +383,8 @@ def _links(facts: list[Facts], rank: int, consumers: list[list[tuple[str, int]]]
     rank_of = {consumer: partner for partner, served in enumerate(consumers) for consumer in served}
     links: dict[str, list[tuple[str, str]]] = {}
     for engine in facts[rank].engines:
+        if engine.remote:
+            continue
         key = _key(facts, rank, engine.name)
         partners = [facts[rank_of[key, tp_rank]] for tp_rank in range(engine.tp_size)]
         links[key] = [(partner.path, partner.token) for partner in partners]
@@ -336,12 +396,13 @@ def _layout(
 ) -> Layout:
     from sglrollout.weights.transfer import Layout
 
-    first = next(report for of_rank in reports for report in of_rank)
+    first = next((report for of_rank in reports for report in of_rank), None)
+    dtypes = first.dtypes if first is not None else [weight.spec.dtype for weight in weights]
     boxes = [
         tuple(facts[other].boxes[i] for other in weight.ranks) if weight.ranks else (weight.box,)
         for i, weight in enumerate(weights)
     ]
-    return Layout(weights, first.dtypes, boxes, rank, device)
+    return Layout(weights, dtypes, boxes, rank, device)
 
 
 def current_device() -> Any:

@@ -7,7 +7,6 @@ it from there.
 from __future__ import annotations
 
 import io
-import math
 import pickle
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -18,10 +17,10 @@ import torch
 import torch.multiprocessing as torch_multiprocessing
 from torch.multiprocessing import reductions
 
-from sglrollout.boxes import narrowed
-from sglrollout.weights.plan import aligned, plan_buckets
+from sglrollout.weights.assembly import Assembler, Segment
+from sglrollout.weights.leader import Leader
 from sglrollout.weights.sources import WeightSource
-from sglrollout.weights.transfer import Consumer, Gatherer, Layout
+from sglrollout.weights.transfer import Clock, Consumer, Layout
 
 _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
@@ -33,83 +32,48 @@ class PortableTransfer:
     """
 
     def __init__(self, layout: Layout, source: WeightSource, consumers: Sequence[Consumer], bucket_bytes: int) -> None:
-        self._layout, self._source, self._consumers = layout, source, list(consumers)
-        buckets = plan_buckets(layout.planned({}, whole=True), bucket_bytes, split=False)
-        self._gatherer = Gatherer(layout, buckets, num_slots=1, shared=False)
-        self._sizes = [self._flat_bytes(k) for k in range(len(buckets))]
-        self._flat: list[torch.Tensor] = []
-        self._read: Any = None
+        self._consumers = list(consumers)
+        self._assembler = Assembler(layout, source, bucket_bytes, assembles=bool(consumers), packed=False)
 
     @property
     def num_buckets(self) -> int:
-        return len(self._gatherer.buckets)
+        return self._assembler.num_buckets
 
     def begin(self) -> None:
         """Once for each sync."""
-        self._read = self._source.read()
-        if self._consumers:  # anew: sharing the same memory again and again would pile up records of it
-            size, device = max(self._sizes, default=0), self._layout.device or "cpu"
-            self._flat = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._assembler.begin()
 
-    def bucket(self, k: int, wait: Any) -> dict[Consumer, bytes]:
-        """Gather bucket ``k``. The payloads stay valid until the second next call.
+    async def open(self, leader: Leader) -> None:
+        await leader.begin_portable()
 
-        Args:
-            wait: ``wait(is_done, what)``, with a deadline.
-        """
-        gathering = self._gatherer.launch(k, self._read)
-        wait(gathering.is_done, f"bucket {k} of {self.num_buckets} was not gathered")
-        if gathering.error is not None:
-            raise gathering.error
-        if not self._consumers:
+    def bucket(self, k: int, clock: Clock) -> dict[Consumer, bytes]:
+        """Gather bucket ``k``. The payloads stay valid until the second next call."""
+        assembly = self._assembler.bucket(k, clock.wait)
+        if assembly is None:
             return {}
-        flat = self._flat[k % 2]
-        named = self._assemble(k, flat)
-        if self._layout.device is not None:
-            torch.cuda.synchronize(self._layout.device)
-        return {consumer: _payload(flat[: self._sizes[k]], named) for consumer in self._consumers}
+        described = [_described(segment) for segment in assembly.segments]
+        return {consumer: _payload(assembly.flat, described) for consumer in self._consumers}
 
-    def _entries(self, k: int) -> list[int]:
-        return list(dict.fromkeys(piece.entry for part in self._gatherer.buckets[k].parts for piece in part))
+    async def load(self, leader: Leader, k: int, made: list[dict[Consumer, bytes]]) -> None:
+        await leader.load_portable(_by_engine(made))
 
-    def _flat_bytes(self, k: int) -> int:
-        return sum(aligned(self._nbytes(entry)) for entry in self._entries(k))
-
-    def _nbytes(self, entry: int) -> int:
-        itemsize: int = getattr(torch, self._layout.dtypes[entry]).itemsize
-        return math.prod(self._layout.weights[entry].spec.shape) * itemsize
-
-    def _assemble(self, k: int, flat: torch.Tensor) -> list[SimpleNamespace]:
-        """Put the parts of each weight together in ``flat``; describe what is where, as SGLang has it described."""
-        views: dict[int, torch.Tensor] = {}
-        described: list[SimpleNamespace] = []
-        position = 0
-        for entry in self._entries(k):
-            spec, dtype = self._layout.weights[entry].spec, getattr(torch, self._layout.dtypes[entry])
-            end = position + self._nbytes(entry)
-            views[entry] = flat[position:end].view(dtype).view(spec.shape)
-            for name in (spec.name, *spec.aliases):
-                described.append(
-                    SimpleNamespace(
-                        name=name,
-                        shape=torch.Size(spec.shape),
-                        dtype=dtype,
-                        start_idx=position,
-                        end_idx=end,
-                        numel=end - position,
-                    )
-                )
-            position += aligned(self._nbytes(entry))
-        data = self._gatherer.staging.bytes
-        for piece in self._gatherer.buckets[k].pieces(self._gatherer.start(k)):
-            view = views[piece.entry]
-            part = data[piece.offset : piece.offset + piece.box.numel * view.element_size()].view(view.dtype)
-            narrowed(view, piece.box).copy_(part.view(piece.box.size))
-        return described
+    async def close_for(self, leader: Leader) -> None:
+        await leader.end_portable()
 
     def close(self) -> None:
-        self._flat.clear()
-        self._gatherer.close()
+        self._assembler.close()
+
+
+def _described(segment: Segment) -> SimpleNamespace:
+    """What is where, as SGLang has it described."""
+    return SimpleNamespace(
+        name=segment.name,
+        shape=segment.shape,
+        dtype=segment.dtype,
+        start_idx=segment.start,
+        end_idx=segment.end,
+        numel=segment.end - segment.start,
+    )
 
 
 def _payload(flat: torch.Tensor, described: list[SimpleNamespace]) -> bytes:
@@ -135,7 +99,7 @@ class _Pickler(ForkingPickler):
         return rebuild, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
-def by_engine(made: list[dict[Consumer, bytes]]) -> dict[str, list[bytes]]:
+def _by_engine(made: list[dict[Consumer, bytes]]) -> dict[str, list[bytes]]:
     """Payloads of all ranks, by engine, in TP rank order."""
     payloads = {consumer: payload for of_rank in made for consumer, payload in of_rank.items()}
     ordered = sorted(payloads, key=lambda consumer: (consumer.engine, consumer.tp_rank))

@@ -13,7 +13,8 @@ class SyncReport:
 
     Attributes:
         version: of the weights that engines have now.
-        method: ``fast`` (mapped memory and recorded copies) or ``portable`` (SGLang's flattened buckets).
+        method: ``fast`` (mapped memory and recorded copies) or ``portable`` (SGLang's flattened buckets), and
+            ``broadcast`` or ``disk`` for remote engines; joined by a plus sign where there are both.
         why_portable: why it was not ``fast``; empty when it was, or when it was asked for.
         mode: how running requests were treated.
         num_bytes: of all weights, once, in the engines' dtypes.
@@ -99,8 +100,9 @@ class VerifyReport:
 
     Attributes:
         version: of the weights.
-        num_engines, num_weights: that were compared. ``num_weights`` is 0 for a model whose engines hold its weights in
-            another form (quantized, fused experts): then the canary alone speaks.
+        num_engines: that answered alike. ``num_remote`` of them are remote ones, whose weights cannot be compared.
+        num_weights: that were compared. 0 for a model whose engines hold its weights in another form (quantized, fused
+            experts), and where all engines are remote: then the canary alone speaks.
         num_bytes: of engine memory that was summed, over all TP ranks.
         canary_tokens: what every engine answers, greedily, to one fixed prompt.
         canary_logprobs: the logprobs of these tokens, of the first engine.
@@ -114,13 +116,15 @@ class VerifyReport:
     canary_tokens: tuple[int, ...]
     canary_logprobs: tuple[float, ...]
     seconds: float
+    num_remote: int = 0
 
     def __str__(self) -> str:
         if not self.num_weights:
             return f"version {self.version}: {self.num_engines} engines answer alike; their weights cannot be compared"
+        num_compared = self.num_engines - self.num_remote
         return (
-            f"version {self.version}: {self.num_weights} weights are bitwise equal in {self.num_engines} engines "
-            f"({self.num_bytes / 1e9:.3g} GB summed in {self.seconds:.2f} s), and all answer alike"
+            f"version {self.version}: {self.num_weights} weights are bitwise equal in {num_compared} engines "
+            f"({self.num_bytes / 1e9:.3g} GB summed in {self.seconds:.2f} s), and all {self.num_engines} answer alike"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -16,16 +16,16 @@ from sglrollout.errors import ConfigError, LifecycleError
 from sglrollout.pool.pool import SYNC, Pool
 from sglrollout.weights.control import Ranks
 from sglrollout.weights.leader import EngineFacts, Leader, PauseMode
-from sglrollout.weights.phases import Phases, beside, together
+from sglrollout.weights.phases import Phases, beside
 from sglrollout.weights.planning import Method, Options, Plan, Planner, current_device
+from sglrollout.weights.remote import Broadcast, Disk, Remote
 from sglrollout.weights.report import SyncReport, VerifyReport
 from sglrollout.weights.sources import WeightSource
 from sglrollout.weights.worker import Worker
 from sglrollout.wire.link import Listener
 
 if TYPE_CHECKING:
-    from sglrollout.weights.portable import PortableTransfer
-    from sglrollout.weights.transfer import Consumer
+    from sglrollout.weights.transfer import Transfer
     from sglrollout.weights.verify import Sums
 
 BUCKET_BYTES = 512 << 20
@@ -73,6 +73,8 @@ class WeightSyncer:
         num_slots: buckets under way at once, at least 2.
         timeout_s: for each step of a sync. A rank that is stuck is given up after twice that and 20 s.
         allow_missing: patterns (``fnmatch``) of engine parameters that need not be written.
+        remote: how weights reach remote engines: :class:`Broadcast` or :class:`Disk`, the same on every rank. Remote
+            engines do not tell their parameters, so names are checked only where there are engines on this machine too.
 
     Raises:
         ConfigError: an option is wrong.
@@ -88,6 +90,7 @@ class WeightSyncer:
         num_slots: int = 2,
         timeout_s: float = 60.0,
         allow_missing: Sequence[str] = (),
+        remote: Remote = Broadcast(),  # noqa: B008 - it is immutable
     ) -> None:
         if method not in ("auto", "fast", "portable"):
             raise ConfigError("method", method, 'must be "auto", "fast" or "portable"')
@@ -104,8 +107,10 @@ class WeightSyncer:
             raise ConfigError("rollout", type(rollout).__name__, rule)
         if isinstance(allow_missing, str):
             raise ConfigError("allow_missing", allow_missing, "must be a list of patterns")
+        if not isinstance(remote, (Broadcast, Disk)):
+            raise ConfigError("remote", remote, "must be a Broadcast or a Disk")
         self._rollout, self._source, self._timeout_s = rollout, source, float(timeout_s)
-        options = Options(method, bucket_bytes, num_slots, self._timeout_s, list(allow_missing))
+        options = Options(method, bucket_bytes, num_slots, self._timeout_s, list(allow_missing), remote)
         ranks, self._worker = Ranks(self._timeout_s), Worker(current_device())
         self._phases = Phases(ranks, self._worker)
         self._directory = new_scratch()
@@ -226,6 +231,7 @@ class WeightSyncer:
             if any(rank.is_outdated for rank in stopped):
                 plan_s = await self._make_plan(leader, engines)
             assert self._plan is not None
+            await self._prove(leader, self._plan)
             moving = True
             if leader is not None:
                 leader.pool.last_version = version  # its number, whatever comes of it: no other weights may have it
@@ -243,7 +249,7 @@ class WeightSyncer:
             mode=mode,
             num_bytes=plan.num_bytes,
             num_tensors=len(plan.layout.weights),
-            num_buckets=plan.transfer.num_buckets,
+            num_buckets=plan.num_buckets,
             num_engines=plan.num_engines,
             plan_s=plan_s,
             total_s=time.perf_counter() - begun,
@@ -265,7 +271,7 @@ class WeightSyncer:
             async def pause(told: anyio.Event) -> None:
                 assert leader is not None
                 times[0], attached = await leader.pause(mode, told)
-                outdated.append(plan.method == "fast" and not attached)
+                outdated.append(plan.fast is not None and not attached)
                 times[1] = await leader.wake_weights()
                 leader.refuse_garbage(plan.reports)
 
@@ -274,11 +280,29 @@ class WeightSyncer:
 
         return await self._phases.run("pause", stop)
 
+    async def _prove(self, leader: Leader | None, plan: Plan) -> None:
+        """Try the road to remote engines, if there is one; one that does not hold is forgotten."""
+        road = plan.remote
+        if road is None:
+            return
+
+        async def prove() -> None:
+            if leader is not None:
+                await road.prove(leader)
+
+        try:
+            await self._phases.run("plan", prove)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._worker.run(self._forget_plan)
+            raise
+
     async def _move(self, leader: Leader | None, plan: Plan, mode: PauseMode, version: int) -> dict[str, float]:
         """Transfer, flush, resume; seconds of each."""
-        transfer = self._move_fast if plan.method == "fast" else self._move_portable
-        measured = await transfer(leader, plan)
-        seconds = {name: max(part[name] for part in measured) for name in ("gather_s", "load_s", "transfer_s")}
+        seconds = {"gather_s": 0.0, "load_s": 0.0, "transfer_s": 0.0}
+        for measured in await self._travel(leader, plan):
+            for name in seconds:
+                seconds[name] += max(part[name] for part in measured)
 
         async def finish() -> tuple[float, float, float]:
             if leader is None:
@@ -293,72 +317,27 @@ class WeightSyncer:
             seconds[name] = max(values[i] for values in finished)
         return seconds
 
-    async def _move_fast(self, leader: Leader | None, plan: Plan) -> list[dict[str, float]]:
+    async def _travel(self, leader: Leader | None, plan: Plan) -> list[list[dict[str, float]]]:
+        """To engines on this machine, then to those on others; every rank's seconds of each."""
+        from sglrollout.weights.roads import travel
+
+        measured = [] if plan.fast is None else [await self._move_fast(leader, plan.fast)]
+        for road in plan.roads:
+            measured.append(await travel(road, leader, self._phases, self._worker, self._timeout_s))
+        return measured
+
+    async def _move_fast(self, leader: Leader | None, transfer: Transfer) -> list[dict[str, float]]:
         async def move() -> dict[str, float]:
             begun = time.perf_counter()
             results: list[dict[str, float]] = []
 
             async def hand_over() -> None:
-                results.append(
-                    await self._worker.run(lambda: plan.transfer.run(self._timeout_s, self._worker.is_cancelled))  # type: ignore[union-attr]
-                )
+                results.append(await self._worker.run(lambda: transfer.run(self._timeout_s, self._worker.is_cancelled)))
 
             await beside(leader.load if leader is not None else None, hand_over)
             return {**results[0], "transfer_s": time.perf_counter() - begun}
 
         return await self._phases.run("transfer", move)
-
-    async def _move_portable(self, leader: Leader | None, plan: Plan) -> list[dict[str, float]]:
-        """Bucket by bucket: gathered and packed here while engines load the one before."""
-        from sglrollout.weights.portable import by_engine
-
-        transfer: PortableTransfer = plan.transfer  # type: ignore[assignment]
-        begun, load_s, gather_s = time.perf_counter(), 0.0, 0.0
-
-        async def begin() -> None:
-            await self._worker.run(transfer.begin)
-            if leader is not None:
-                await leader.begin_portable()
-
-        await self._phases.run("transfer", begin)
-        payloads: dict[str, list[bytes]] | None = None
-        for k in range(transfer.num_buckets + 1):
-
-            async def step(k: int = k, payloads: dict[str, list[bytes]] | None = payloads) -> Any:
-                made: list[dict[Consumer, bytes]] = []
-                times = [0.0, 0.0]
-
-                async def make() -> None:
-                    started = time.perf_counter()
-                    made.append(await self._worker.run(lambda: transfer.bucket(k, self._wait)))
-                    times[0] = time.perf_counter() - started
-
-                async def load() -> None:
-                    started = time.perf_counter()
-                    assert leader is not None
-                    await leader.load_portable(payloads or {})
-                    times[1] = time.perf_counter() - started
-
-                calls = [make] if k < transfer.num_buckets else []
-                await together(calls + ([load] if leader is not None and payloads is not None else []))
-                return made[0] if made else {}, times
-
-            answers = await self._phases.run("transfer", step)
-            gather_s += max(times[0] for _, times in answers)
-            load_s += max(times[1] for _, times in answers)
-            payloads = by_engine([made for made, _ in answers])
-
-        async def end() -> dict[str, float]:
-            if leader is not None:
-                await leader.end_portable()
-            return {"gather_s": gather_s, "load_s": load_s, "transfer_s": time.perf_counter() - begun}
-
-        return await self._phases.run("transfer", end)
-
-    def _wait(self, is_done: Callable[[], bool], what: str) -> None:
-        from sglrollout.weights.transfer import Clock
-
-        Clock(self._timeout_s, self._worker.is_cancelled).wait(is_done, what)
 
     async def _after_failure(self, leader: Leader | None, error: BaseException, moving: bool) -> None:
         """Leave every engine in a state that tells the truth.
@@ -400,7 +379,7 @@ class WeightSyncer:
     async def _verify(self, leader: Leader | None, plan: Plan, tolerance: float, begun: float) -> VerifyReport:
         from sglrollout.weights.verify import canary, compare, own_sums, parts_of, refuse_unequal
 
-        comparable = not any(report.unsuited for report in plan.all_reports)
+        comparable = bool(plan.all_reports) and not any(report.unsuited for report in plan.all_reports)
 
         def own() -> Sums:
             layout = plan.layout
@@ -432,6 +411,7 @@ class WeightSyncer:
         return VerifyReport(
             version=version,
             num_engines=plan.num_engines,
+            num_remote=plan.num_remote,
             num_weights=len(plan.layout.weights) if comparable else 0,
             num_bytes=sum(answer[3] for answer in answers),
             canary_tokens=tuple(tokens),
@@ -468,4 +448,4 @@ class WeightSyncer:
     def _forget_plan(self) -> None:
         plan, self._plan = self._plan, None
         if plan is not None:
-            plan.transfer.close()
+            plan.close()

@@ -12,7 +12,7 @@ import msgspec
 
 from sglrollout.boxes import Box
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 # ---------------------------------------------------------------- both ways
@@ -159,6 +159,8 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True):
     weight_version: int
     start_s: float
     warnings: list[str] = []
+    remote: bool = False
+    """Whether it is a server that others started; its weights are not to be had."""
 
 
 class LaunchFailed(msgspec.Struct, tag="launch_failed"):

@@ -1,0 +1,366 @@
+"""Weights on their way to remote engines: by broadcast, over real gloo groups on loopback, and by files."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+import sglrollout as sr
+from sglrollout.testing import ScriptedEngine
+from sglrollout.weights.group import Group, address_towards
+from sglrollout.weights.transfer import Clock
+from tests.remote_engine import RemoteEngine, joined
+
+pytestmark = pytest.mark.timeout(60)
+
+CONFIG = sr.RolloutConfig(model="org/name", engine_args={"skip_tokenizer_init": True}, progress=False, max_restarts=0)
+BUCKET_BYTES = 2048
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Elements of several sizes, in numbers that leave the next one at an odd place."""
+    return {
+        "bytes": torch.randint(0, 255, (13,), dtype=torch.uint8),
+        "large": torch.randn(40, 16),
+        "half": torch.randn(3, 5).bfloat16(),
+        "scalar": torch.tensor(2.0),
+        "wide": torch.randn(9).double(),
+        "more": torch.randn(17, 11).half(),
+    }
+
+
+class Tied(torch.nn.Module):  # type: ignore[misc]
+    """Two names of one parameter, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(12, 5)
+        self.head = torch.nn.Linear(5, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = torch.nn.LayerNorm(5)
+
+
+class Bench:
+    def __init__(self, rollout: sr.AsyncRolloutEngine, syncer: sr.WeightSyncer, sent: Any) -> None:
+        self.rollout, self.syncer, self.sent = rollout, syncer, sent
+
+    @property
+    def states(self) -> list[str]:
+        return [engine.state for engine in self.rollout.engines]
+
+
+@asynccontextmanager
+async def bench(*engines: ScriptedEngine, **options: Any) -> AsyncIterator[Bench]:
+    sent = weights()
+    async with sr.AsyncRolloutEngine(config=CONFIG, engines=engines) as rollout:
+        options = {"bucket_bytes": BUCKET_BYTES, "timeout_s": 5.0, **options}
+        async with sr.WeightSyncer(rollout, sr.TensorSource(lambda: sent.items()), **options) as syncer:
+            yield Bench(rollout, syncer, sent)
+
+
+def are_equal(engine: RemoteEngine, sent: dict[str, torch.Tensor]) -> bool:
+    engine.received.pop("sglrollout.trial", None)
+    return engine.received.keys() == sent.keys() and all(
+        engine.received[name].dtype == tensor.dtype and torch.equal(engine.received[name], tensor)
+        for name, tensor in sent.items()
+    )
+
+
+def failing(command: str, reason: str = "out of luck", times: int = 1) -> Callable[[str, dict[str, Any]], str | None]:
+    """Fail a command so often, and the trial of a group never."""
+    left = [times]
+
+    def fail(name: str, arguments: dict[str, Any]) -> str | None:
+        if name != command or "sglrollout.trial" in arguments.get("names", ()) or not left[0]:
+            return None
+        left[0] -= 1
+        return reason
+
+    return fail
+
+
+# ------------------------------------------------------------ by broadcast
+
+
+async def test_a_broadcast_brings_every_weight_bit_for_bit_to_all_tp_ranks_of_all_remote_engines() -> None:
+    engines = [RemoteEngine("remote-0"), RemoteEngine("remote-1", tp_size=3)]
+    async with bench(*engines) as b:
+        for version in (1, 2):
+            b.sent.update(weights())
+            report = await b.syncer.sync()
+            assert (report.version, report.method, report.num_engines) == (version, "broadcast", 2)
+            assert report.num_buckets > 1
+            assert report.num_bytes == sum(tensor.nbytes for tensor in b.sent.values())
+            assert all(are_equal(engine, b.sent) for engine in engines)
+        assert [engine.num_groups for engine in engines] == [1, 1]  # one group serves all syncs
+        assert b.states == ["ready", "ready"]
+
+
+async def test_engines_here_and_engines_elsewhere_get_weights_in_one_sync() -> None:
+    here, there = ScriptedEngine("engine-0"), RemoteEngine("remote-0")
+    async with bench(here, there) as b:
+        report = await b.syncer.sync()
+        assert (report.method, report.num_engines) == ("portable+broadcast", 2)
+        assert are_equal(there, b.sent)
+        assert (here.weights, here.weight_version, there.weight_version) == (1, 1, 1)
+        assert "begin_update" not in here.commands
+        assert "load_portable" not in there.commands
+
+
+async def test_a_tied_weight_arrives_under_all_its_names() -> None:
+    engine, module = RemoteEngine("remote-0"), Tied()
+    async with (
+        sr.AsyncRolloutEngine(config=CONFIG, engines=[engine]) as rollout,
+        sr.WeightSyncer(rollout, sr.ModuleSource(module)) as syncer,
+    ):
+        await syncer.sync()
+    assert are_equal(engine, dict(module.state_dict()))
+
+
+async def test_an_engine_that_comes_back_makes_the_group_anew_for_all() -> None:
+    engines = [RemoteEngine("remote-0"), RemoteEngine("remote-1")]
+    config = CONFIG.model_copy(update={"max_restarts": 3, "restart_delay_s": 0.01})
+    async with sr.AsyncRolloutEngine(config=config, engines=engines) as rollout:
+        sent = weights()
+        async with sr.WeightSyncer(rollout, sr.TensorSource(sent), bucket_bytes=BUCKET_BYTES) as syncer:
+            await syncer.sync()
+            engines[1].die()
+            with anyio.fail_after(10):
+                while rollout.engines[1].state not in ("ready", "stale"):
+                    await anyio.sleep(0.01)
+            await syncer.sync()
+            assert [engine.num_groups for engine in engines] == [2, 2]
+            assert len(engines[0].groups) == 1  # it left the old one
+            assert are_equal(engines[1], sent)
+
+
+async def test_engines_leave_the_group_when_the_syncer_is_closed() -> None:
+    engine = RemoteEngine("remote-0")
+    async with sr.AsyncRolloutEngine(config=CONFIG, engines=[engine]) as rollout:
+        async with sr.WeightSyncer(rollout, sr.TensorSource(weights())) as syncer:
+            await syncer.sync()
+            assert len(engine.groups) == 1
+        assert not engine.groups
+
+
+# ------------------------------------------------------------ broadcasts that fail
+
+
+async def test_an_engine_that_cannot_take_a_bucket_ends_the_sync_for_all_at_once_and_the_next_one_heals_it() -> None:
+    engines = [RemoteEngine("remote-0"), RemoteEngine("remote-1", fail=failing("receive_weights"))]
+    async with bench(*engines) as b:
+        with anyio.fail_after(15), pytest.raises(sr.WeightSyncError, match="out of luck") as caught:
+            await b.syncer.sync()
+        assert (caught.value.phase, caught.value.engine) == ("transfer", "remote-1")
+        assert b.states == ["stale", "stale"]
+        assert not any(engine.is_updating for engine in engines)
+        await b.syncer.sync()
+        assert b.states == ["ready", "ready"]
+        assert all(are_equal(engine, b.sent) for engine in engines)
+
+
+async def test_an_engine_that_does_not_join_changes_nothing() -> None:
+    engines = [RemoteEngine("remote-0"), RemoteEngine("remote-1", fail=failing("init_group"))]
+    async with bench(*engines) as b:
+        with anyio.fail_after(15), pytest.raises(sr.WeightSyncError, match="out of luck") as caught:
+            await b.syncer.sync()
+        assert caught.value.phase == "plan"
+        assert b.states == ["ready", "ready"]
+        assert (await b.rollout.generate([[1, 2]]))[0].completions
+        await b.syncer.sync()
+        assert all(are_equal(engine, b.sent) for engine in engines)
+
+
+def trial(answer: str) -> Callable[[str, dict[str, Any]], str | None]:
+    return lambda name, arguments: answer if "sglrollout.trial" in arguments.get("names", ()) else None
+
+
+async def test_a_broadcast_that_does_not_come_through_is_found_before_any_weight_moves() -> None:
+    engine = RemoteEngine("remote-0", fail=trial("NCCL is not well"))
+    async with bench(engine) as b:
+        with anyio.fail_after(15), pytest.raises(sr.WeightSyncError, match="NCCL is not well"):
+            await b.syncer.sync()
+        assert b.states == ["ready"]
+        assert not engine.received
+        assert not engine.is_updating
+        engine.fail = lambda name, arguments: None
+        await b.syncer.sync()
+        assert engine.num_groups == 2  # nobody trusts the first one any more
+
+
+class Particular(RemoteEngine):
+    """Its model's loader fails at names that it does not know, once the tensor has come."""
+
+    async def after_receiving(self, names: list[str]) -> None:
+        if "sglrollout.trial" in names:
+            raise sr.EngineRequestError(self.name, "receive_weights failed: KeyError: 'sglrollout.trial'")
+
+
+async def test_a_model_that_knows_no_such_name_passes_the_trial() -> None:
+    engine = Particular("remote-0")
+    async with bench(engine) as b:
+        await b.syncer.sync()
+        assert are_equal(engine, b.sent)
+
+
+async def test_a_sync_that_is_cancelled_while_it_sends_ends_in_time_and_leaves_engines_stale() -> None:
+    began = anyio.Event()
+
+    class Slow(RemoteEngine):
+        async def before_receiving(self, names: list[str]) -> None:
+            if "sglrollout.trial" not in names:
+                began.set()
+                await anyio.sleep_forever()
+
+    async with bench(Slow("remote-0")) as b, anyio.create_task_group() as tasks:
+
+        async def cancel() -> None:
+            await began.wait()
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(cancel)
+        with anyio.fail_after(15):
+            await b.syncer.sync()
+    assert b.states != ["ready"]
+
+
+async def test_a_host_to_which_there_is_no_way_is_named() -> None:
+    engine = RemoteEngine("remote-0")
+    engine.url = "http://no-such-host.invalid:30000"
+    async with bench(engine) as b:
+        with pytest.raises(sr.WeightSyncError, match=r"there is no way to no-such-host\.invalid"):
+            await b.syncer.sync()
+        assert b.states == ["ready"]
+
+
+# ------------------------------------------------------------ the group
+
+
+def test_a_group_is_apart_from_those_of_torch_and_listens_at_its_address_alone() -> None:
+    group = Group("a-group", "gloo", "127.0.0.1", 0, 10.0, None)
+    try:
+        assert not dist.is_initialized()
+        with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.2", group.port), 1):
+            pass
+        with socket.create_connection(("127.0.0.1", group.port), 1):
+            pass
+    finally:
+        group.close()
+
+
+def test_a_group_that_does_not_come_together_says_so_in_time() -> None:
+    group = Group("a-group", "gloo", "127.0.0.1", 0, 0.5, None)
+    with pytest.raises(sr.WeightSyncError, match="did not join a-group"):
+        group.connect(2)
+    group.close()
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(sr.WeightSyncError, match=f"cannot listen at 127.0.0.1, port {port}"):
+            Group("a-group", "gloo", "127.0.0.1", port, 1.0, None)
+
+
+async def test_a_broadcast_into_a_group_that_one_has_left_fails() -> None:
+    group = Group("a-group", "gloo", "127.0.0.1", 0, 10.0, None)
+    others: list[Any] = []
+
+    async def join() -> None:
+        others.append(
+            await anyio.to_thread.run_sync(lambda: joined("a-group", 1, group.address, group.port, 2, "gloo"))
+        )
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(join)
+        await anyio.to_thread.run_sync(lambda: group.connect(2))
+    others.clear()
+    clock = Clock(10.0, lambda: False)
+
+    def broadcast() -> None:
+        for _ in range(100):
+            group.broadcast(torch.zeros(1 << 20, dtype=torch.uint8), clock.wait)
+
+    with pytest.raises(sr.WeightSyncError, match="broke"):
+        broadcast()
+    group.close()
+
+
+def test_the_address_towards_a_host_is_that_of_the_interface_to_it() -> None:
+    assert address_towards("127.0.0.1", 80) == "127.0.0.1"
+
+
+# ------------------------------------------------------------ by files
+
+
+async def test_a_disk_brings_every_weight_in_files_that_a_model_s_folder_has(tmp_path: Path) -> None:
+    engines = [RemoteEngine("remote-0"), RemoteEngine("remote-1")]
+    async with bench(*engines, remote=sr.Disk(tmp_path)) as b:
+        await b.syncer.sync()
+        b.sent.update(weights())
+        report = await b.syncer.sync()
+        assert report.method == "disk"
+        assert all(are_equal(engine, b.sent) for engine in engines)
+        (folder,) = tmp_path.iterdir()  # the one before is gone
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == b.sent.keys()
+        assert index["metadata"]["total_size"] == report.num_bytes
+        for name, file in index["weight_map"].items():
+            with safe_open(folder / file, "pt") as opened:
+                assert torch.equal(opened.get_tensor(name), b.sent[name])
+    assert folder.exists()  # for whoever wants the weights
+
+
+async def test_an_engine_that_cannot_read_the_files_is_stale_and_no_part_of_a_folder_is_left(tmp_path: Path) -> None:
+    engine = RemoteEngine("remote-0", fail=failing("load_from_disk", "no such folder"))
+    async with bench(engine, remote=sr.Disk(tmp_path)) as b:
+        with pytest.raises(sr.WeightSyncError, match="no such folder"):
+            await b.syncer.sync()
+        assert b.states == ["stale"]
+        await b.syncer.sync()
+        assert are_equal(engine, b.sent)
+    assert not list(tmp_path.glob(".unfinished*"))
+
+
+async def test_a_folder_that_cannot_be_written_any_more_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    engine = RemoteEngine("remote-0")
+    async with bench(engine, remote=sr.Disk(folder)) as b:
+        folder.rmdir()
+        with pytest.raises(sr.WeightSyncError, match=str(folder)):
+            await b.syncer.sync()
+        folder.mkdir()
+        await b.syncer.sync()
+        assert are_equal(engine, b.sent)
+
+
+# ------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: sr.Broadcast(backend="mpi"), "backend"),  # type: ignore[arg-type]
+        (lambda: sr.Broadcast(address=""), "address"),
+        (lambda: sr.Broadcast(port=70000), "port"),
+        (lambda: sr.Broadcast(port=True), "port"),
+        (lambda: sr.Disk("weights"), "folder"),
+        (lambda: sr.Disk("/no/such/folder"), "folder"),
+        (lambda: sr.WeightSyncer(None, sr.TensorSource({}), remote="disk"), "remote"),  # type: ignore[arg-type]
+    ],
+)
+def test_options_that_are_wrong_are_named(make: Callable[[], object], field: str) -> None:
+    with pytest.raises(sr.ConfigError) as caught:
+        make()
+    assert caught.value.field == field
