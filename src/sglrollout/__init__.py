@@ -23,10 +23,12 @@ from sglrollout.collect.mismatch import MismatchReport, importance_weights, mism
 from sglrollout.collect.stats import CollectReport, CollectStats
 from sglrollout.collect.task import Task
 from sglrollout.config import RolloutConfig, Sampling
+from sglrollout.engine.remote import RemoteEngine
 from sglrollout.errors import (
     ChannelError,
     ConfigError,
     DeviceMemoryError,
+    EngineConnectionError,
     EngineDiedError,
     EngineError,
     EngineRequestError,
@@ -80,6 +82,7 @@ __all__ = [
     "Completion",
     "ConfigError",
     "DeviceMemoryError",
+    "EngineConnectionError",
     "EngineDiedError",
     "EngineError",
     "EngineMetrics",
@@ -104,6 +107,7 @@ __all__ = [
     "PlacementError",
     "Prompt",
     "QueueFullError",
+    "RemoteEngine",
     "RequestTimeoutError",
     "RewardError",
     "RolloutBatch",

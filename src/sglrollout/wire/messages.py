@@ -12,7 +12,7 @@ import msgspec
 
 from sglrollout.boxes import Box
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 # ---------------------------------------------------------------- both ways
@@ -82,6 +82,11 @@ CommandName: TypeAlias = Literal[
     "parse_tool_calls",
 ]
 
+
+RemoteCommandName: TypeAlias = Literal[
+    "init_group", "destroy_group", "receive_weights", "begin_update", "end_update", "load_from_disk"
+]
+"""What a remote engine can do besides: it gets weights by NCCL, or from a disk that it shares."""
 
 HOST_ALONE: CommandName = "parse_tool_calls"
 """The command that a host carries out without SGLang's processes: what it takes says nothing of them."""
@@ -159,6 +164,8 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True):
     weight_version: int
     start_s: float
     warnings: list[str] = []
+    remote: bool = False
+    """Whether it is a server that others started; its weights are not to be had."""
 
 
 class LaunchFailed(msgspec.Struct, tag="launch_failed"):
