@@ -23,10 +23,12 @@ from sglrollout.collect.mismatch import MismatchReport, importance_weights, mism
 from sglrollout.collect.stats import CollectReport, CollectStats
 from sglrollout.collect.task import Task
 from sglrollout.config import RolloutConfig, Sampling
+from sglrollout.engine.remote import RemoteEngine
 from sglrollout.errors import (
     ChannelError,
     ConfigError,
     DeviceMemoryError,
+    EngineConnectionError,
     EngineDiedError,
     EngineError,
     EngineRequestError,
@@ -83,6 +85,7 @@ __all__ = [
     "ConfigError",
     "DeviceMemoryError",
     "Disk",
+    "EngineConnectionError",
     "EngineDiedError",
     "EngineError",
     "EngineMetrics",
@@ -107,6 +110,7 @@ __all__ = [
     "PlacementError",
     "Prompt",
     "QueueFullError",
+    "RemoteEngine",
     "RequestTimeoutError",
     "RewardError",
     "RolloutBatch",

@@ -22,6 +22,7 @@ from sglrollout.collect.options import Source, Surplus
 from sglrollout.collect.stats import CollectReport, CollectStats
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.protocol import Engine
+from sglrollout.engine.remote import RemoteEngine, checked_remote
 from sglrollout.errors import ConfigError, LifecycleError
 from sglrollout.generation.batch import OnError
 from sglrollout.generation.stream import Stream
@@ -274,10 +275,12 @@ class RolloutEngine:
         *,
         config: RolloutConfig | None = None,
         engines: Sequence[Engine] | None = None,
+        remote: Sequence[RemoteEngine] = (),
         **options: Any,
     ) -> None:
         self.config = config_of(model, config, options)
-        self._engines = engines
+        self._engines, self._remote = engines, remote
+        checked_remote(remote, self.config, engines is None)
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._portal: BlockingPortal | None = None
@@ -294,7 +297,7 @@ class RolloutEngine:
             raise LifecycleError("this rollout was started already; make a new one to start again")
         self._portal = self._start_portal()
         try:
-            self._inner = AsyncRolloutEngine(config=self.config, engines=self._engines)
+            self._inner = AsyncRolloutEngine(config=self.config, engines=self._engines, remote=self._remote)
             self._call(self._inner.start, wait)
         except BaseException:
             self.close()

@@ -169,7 +169,10 @@ class RolloutConfig(Options, frozen=True):
     revision: str | None = Field(default=None, description="Branch, tag or commit of the model on the Hub.")
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
     num_engines: int | None = Field(
-        default=None, ge=1, description="Engines to run; None is as many as fit the visible devices, and one on a CPU."
+        default=None,
+        ge=0,
+        description="Engines to run here; None is as many as fit the visible devices, and one on a CPU. 0 is for a "
+        "rollout of remote engines alone.",
     )
     tp_size: int = Field(default=1, ge=1, description="Tensor-parallel ranks of each engine, a device each.")
     device: Literal["auto", "cuda", "cpu"] = Field(

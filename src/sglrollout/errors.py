@@ -8,6 +8,7 @@ RolloutError
 ├── EngineError                 something about one engine
 │   ├── EngineStartError        it did not come up; carries the tail of its log
 │   ├── EngineDiedError         it came up and then ended
+│   ├── EngineConnectionError   it lives, and the connection to it broke under one request
 │   └── EngineRequestError      it is alive and refused, or failed, one request
 ├── NoEngineError               no engine of the pool can take work
 ├── RequestTimeoutError         a request outlived its deadline                   (also a TimeoutError)
@@ -99,6 +100,13 @@ class EngineDiedError(EngineError):
         self.log_tail = log_tail
         shown = f"\n--- last lines of its log ---\n{log_tail}" if log_tail else ""
         super().__init__(engine, message + shown)
+
+
+class EngineConnectionError(EngineError):
+    """The connection to a remote engine broke under one request, or what came of it was no answer.
+
+    The engine answers otherwise: the fault may be a gateway's between them.
+    """
 
 
 class EngineRequestError(EngineError):

@@ -24,6 +24,7 @@ from sglrollout.concurrency import in_parallel, unwrapped
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.launch import build_engines
 from sglrollout.engine.protocol import Engine
+from sglrollout.engine.remote import RemoteEngine, checked_remote
 from sglrollout.errors import ConfigError, LifecycleError, NoEngineError, RolloutError, fresh
 from sglrollout.generation.batch import BatchOptions, GroupStream, OnError, Ready
 from sglrollout.generation.sample import Failover
@@ -81,7 +82,8 @@ class EngineStatus:
 
 
 class AsyncRolloutEngine:
-    """A pool of SGLang engines in this machine's GPUs (or on its CPU), driven from one event loop.
+    """A pool of SGLang engines in this machine's GPUs (or on its CPU), and of servers elsewhere, driven from one event
+    loop.
 
     ``async with`` starts it and ends it with everything it started. In a notebook, ``await rollout.start()`` and
     ``await rollout.close()`` may stand in different cells.
@@ -91,6 +93,7 @@ class AsyncRolloutEngine:
         config: every option, as an object; see :class:`RolloutConfig`.
         engines: engines to use in place of those that ``config`` describes, for tests of a loop: for example
             ``sglrollout.testing.ScriptedEngine``.
+        remote: SGLang HTTP servers to use beside these; ``num_engines=0`` uses them alone.
         **options: options of :class:`RolloutConfig` by name.
 
     Raises:
@@ -103,10 +106,14 @@ class AsyncRolloutEngine:
         *,
         config: RolloutConfig | None = None,
         engines: Sequence[Engine] | None = None,
+        remote: Sequence[RemoteEngine] = (),
         **options: Any,
     ) -> None:
         self.config = config_of(model, config, options)
         self._given_engines = engines
+        self._remote = checked_remote(remote, self.config, engines is None)
+        for engine, name in self._remote:
+            engine.join(self.config, name)
         self._pid = os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: asyncio.Task[None] | None = None
@@ -207,6 +214,7 @@ class AsyncRolloutEngine:
         if engines is None:
             engines = tuple(await anyio.to_thread.run_sync(build_engines, self.config))
         config = self.config
+        engines = (*engines, *(engine for engine, _ in self._remote))
         pool = self._pool = Pool(engines, config.max_inflight, config.max_queued, _restarts(config))
         with self._recorder.watching(pool):
             await self._serve_pool(pool, tasks)
@@ -217,8 +225,7 @@ class AsyncRolloutEngine:
             tokenizer = await self._bring_up(pool, tasks)
             if config.stall_timeout_s is not None:
                 tasks.start_soon(Watchdog(pool, config.stall_timeout_s, config.start_timeout_s).run)
-            info = pool.members[0].engine.info
-            assert info is not None
+            info = pool.common_info
             tasks.start_soon(self._recorder.run)
             self._ready = Ready(Sampler(pool, tokenizer, info, tasks, _failover(config), self._recorder), tasks)
             self._settled.set()

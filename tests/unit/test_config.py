@@ -73,7 +73,7 @@ BAD_CONFIG: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "/"}, "model", "must be a model directory, with a config.json in it, got '/'"),
     ({"tokenizer": "../not-there"}, "tokenizer", "must be an existing path or a Hugging Face Hub id"),
     ({"trust_remote_code": "yes"}, "trust_remote_code", "must be True or False, got 'yes'"),
-    ({"num_engines": 0}, "num_engines", "must be at least 1, got 0"),
+    ({"num_engines": -1}, "num_engines", "must be at least 0, got -1"),
     ({"num_engines": "4"}, "num_engines", "must be an integer or None, got '4'"),
     ({"tp_size": 0}, "tp_size", "must be at least 1, got 0"),
     ({"device": "tpu"}, "device", "must be one of 'auto', 'cuda', 'cpu', got 'tpu'"),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglrollout.errors import LifecycleError, NoEngineError, QueueFullError, RequestTimeoutError
-from sglrollout.pool.dispatcher import Dispatcher, Lease
+from sglrollout.pool.dispatcher import Dispatcher, Elsewhere, Lease
 
 
 @dataclass(eq=False)
@@ -63,6 +63,23 @@ async def test_waiters_are_served_first_come_first_served() -> None:
     lease.release()
     await asyncio.wait(tasks, timeout=5)
     assert served == list(range(20))
+
+
+async def test_what_was_lost_at_a_target_goes_elsewhere_where_another_one_has_room() -> None:
+    broken, others = Target(limit=4), [Target(limit=2), Target(limit=2)]
+    dispatcher = Dispatcher([broken, *others])
+    wish = Elsewhere("key", broken)
+    leases = [await dispatcher.acquire(wish) for _ in range(5)]
+    assert in_flight(dispatcher, broken, *others) == [1, 2, 2]  # the last one found no room elsewhere
+    for lease in leases:
+        lease.release()
+    assert (await dispatcher.acquire("key")).target is broken  # where the last one went
+    assert in_flight(dispatcher, broken, *others) == [1, 0, 0]
+    waiters = [await dispatcher.acquire() for _ in range(7)]
+    task = await waiting(dispatcher, wish)
+    waiters.pop().release()
+    await settle(task)
+    assert task.done()
 
 
 async def test_a_newcomer_does_not_overtake_a_waiter_that_was_just_served() -> None:

@@ -59,6 +59,7 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
 SAMPLES: dict[type[errors.RolloutError], errors.RolloutError] = {
     errors.ConfigError: errors.ConfigError("sampling.top_p", 2, "must be at most 1"),
     errors.EngineError: errors.EngineError("engine-3", "something"),
+    errors.EngineConnectionError: errors.EngineConnectionError("remote-0", "HTTP 502"),
     errors.EngineRequestError: errors.EngineRequestError("engine-3", "refused"),
     errors.EngineStartError: errors.EngineStartError("engine-3", "no such model", "last\nlines"),
     errors.WeightSyncError: errors.WeightSyncError("transfer", "it broke", 3, "engine-1"),

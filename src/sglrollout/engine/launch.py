@@ -26,6 +26,8 @@ def build_engines(config: RolloutConfig) -> list[EngineClient]:
     Raises:
         UnsupportedVersionError, ConfigError, PlacementError: before anything was started.
     """
+    if config.num_engines == 0:
+        return []  # SGLang need not be installed
     version = sglang_version()
     known = server_arg_names()
     if known:

@@ -79,6 +79,13 @@ class Request:
         version, start = starts[k]
         return VersionSpan(version, start, starts[k + 1][1] if k + 1 < len(starts) else len(self.token_ids))
 
+    def span_at(self, position: int) -> VersionSpan:
+        """That of :attr:`spans` in which the token at ``position`` is."""
+        k = len(self._version_starts) - 1
+        while self._version_starts[k][1] > position:
+            k -= 1
+        return self.span(k)
+
     @property
     def first_version(self) -> int:
         """The version of the oldest token; 0 before the first."""
@@ -109,6 +116,14 @@ class Request:
             self.end(output.finish)
         elif self._waiter is not None:
             self._wake()
+
+    def correct(self, start: int, spans: Sequence[VersionSpan]) -> None:
+        """Tokens from ``start`` on were sampled under other versions than was thought; ``spans`` count from there."""
+        known = [(version, begin) for version, begin in self._version_starts if begin < start]
+        for version, begin, _ in spans:
+            if not known or known[-1][0] != version:
+                known.append((version, start + begin))
+        self._version_starts = known
 
     def end(self, finish: Finish, error: Exception | None = None) -> None:
         """End it, unless it goes on elsewhere; later calls change nothing. An end by error always has one."""

@@ -26,7 +26,7 @@ class ChunkReader:
 
     def __init__(self, sample: Sample, chunk_tokens: int) -> None:
         self.sample, self._chunk_tokens = sample, chunk_tokens
-        self._num_read = self._span = 0
+        self._num_read = 0
 
     async def next(self) -> Part:
         """The next part, once there is one. The last one may be empty.
@@ -45,10 +45,7 @@ class ChunkReader:
         request, start = self.sample.request, self._num_read
         num_tokens, version, end = len(request.token_ids), request.last_version, start
         if num_tokens > start:
-            span = request.span(self._span)
-            while span.end <= start:
-                self._span += 1
-                span = request.span(self._span)
+            span = request.span_at(start)
             version, end = span.version, min(start + self._chunk_tokens, span.end)
         self._num_read = end
         self.sample.handed_out = self.sample.handed_out or end > start

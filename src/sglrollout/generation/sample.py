@@ -13,7 +13,13 @@ import anyio
 
 from sglrollout.config import Sampling
 from sglrollout.engine.protocol import Request
-from sglrollout.errors import EngineDiedError, LifecycleError, RequestTimeoutError, StaleWeightsError
+from sglrollout.errors import (
+    EngineConnectionError,
+    EngineDiedError,
+    LifecycleError,
+    RequestTimeoutError,
+    StaleWeightsError,
+)
 from sglrollout.pool.dispatcher import Lease
 from sglrollout.pool.pool import Member
 from sglrollout.types import Completion, Prompt
@@ -33,7 +39,7 @@ class Outlives(IntEnum):
     """What a sample lives on after, in another engine or later. Each includes those before it."""
 
     DEATHS = 1
-    """Of engines, by death or by being given up in a failed sync; so many of them."""
+    """Of engines, by death or by being given up in a failed sync, and of connections to them; so many of them."""
     SYNCS = 2
     """That abort what runs."""
     SLEEP = 3
@@ -86,6 +92,7 @@ class Sample:
         "_observer",
         "_timer",
         "asked_s",
+        "avoids",
         "chunk_tokens",
         "deadline",
         "handed_out",
@@ -138,6 +145,8 @@ class Sample:
         """Whether somebody has tokens of it, so that it cannot begin anew."""
         self.num_lost = self.num_resumed = 0
         """Engines that were lost under it, and how often it went on from its tokens."""
+        self.avoids: Member | None = None
+        """Where it was lost though the engine lives."""
         self.asked_s = self.request.created_s
         """When it was asked for, or lost its last engine."""
         self.held_s: float | None = None
@@ -247,6 +256,8 @@ class Sample:
         if not resumes:
             self.request.forget()
         self.num_resumed += bool(self.request.token_ids)
+        if isinstance(error, EngineConnectionError) and self._lease is not None:
+            self.avoids = self._lease.target
         self.let_go()
         self.on_lost(self, error)
         return True
@@ -258,7 +269,7 @@ class Sample:
         cut = error is None and finish.reason == "abort"
         if cut and self.outlives >= Outlives.SYNCS and self._lease is not None and not self._lease.target.ready:
             return _Interruption.CUT  # nobody here asked for that abort, and the engine is held: a sync did
-        if not isinstance(error, (EngineDiedError, StaleWeightsError)) and not (
+        if not isinstance(error, (EngineDiedError, EngineConnectionError, StaleWeightsError)) and not (
             cut and self.outlives is Outlives.SLEEP
         ):
             return None

@@ -22,7 +22,7 @@ from sglrollout.errors import (
     fresh,
 )
 from sglrollout.generation.sample import Failover, Observer, Outlives, Prepared, Sample
-from sglrollout.pool.dispatcher import Lease
+from sglrollout.pool.dispatcher import Elsewhere, Lease
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.text import Tokenizer, check_token_ids
 from sglrollout.types import Completion, Prompt, Timings
@@ -176,8 +176,9 @@ class Sampler:
             if patient:
                 await self._until_open(sample)
             begun_s = time.monotonic()
+            key = sample.key if sample.avoids is None else Elsewhere(sample.key, sample.avoids)
             try:
-                return await self.pool.dispatcher.acquire(sample.key, sample.deadline, first)
+                return await self.pool.dispatcher.acquire(key, sample.deadline, first)
             except (LifecycleError, StaleWeightsError):
                 if not patient or self.pool.dispatcher.closed:
                     raise

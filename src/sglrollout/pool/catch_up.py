@@ -84,7 +84,9 @@ class CatchUp:
             if not pool.is_settled:
                 return "it was restarted after a weight sync that failed"
             if member.engine.info is not None and member.engine.info.weight_version == version:
-                return ""  # there was no sync yet
+                return ""  # there was no sync yet, or it is a server that has gone on meanwhile
+            if is_remote(member):
+                return f"it came back, and has not the weights of version {version}: stale until the next sync"
             if self._kept_of(version) is None and self._peer(member) is None:
                 return "it was restarted with its start-up weights, and no engine has others to give"
             try:
@@ -126,8 +128,12 @@ class CatchUp:
     # ------------------------------------------------------------ export
 
     def _peer(self, like: Member | None = None) -> Member | None:
-        """The idlest engine that has the current weights, and as many TP ranks as ``like``."""
-        peers = [member for member in self._pool.members if member.ready and (like is None or _are_alike(member, like))]
+        """The idlest engine that has the current weights to give, and as many TP ranks as ``like``."""
+        peers = [
+            member
+            for member in self._pool.members
+            if member.ready and not is_remote(member) and (like is None or _are_alike(member, like))
+        ]
         return min(peers, key=self._pool.dispatcher.num_inflight, default=None)
 
     async def _export(self, like: Member | None = None) -> Snapshot | None:
@@ -222,6 +228,11 @@ def _free(fds: list[int]) -> None:
     for fd in fds:
         os.ftruncate(fd, 0)
         os.close(fd)
+
+
+def is_remote(member: Member) -> bool:
+    """Whether it is a server of others, whose memory is not to be had."""
+    return member.engine.info is not None and member.engine.info.remote
 
 
 def _are_alike(one: Member, other: Member) -> bool:

@@ -7,7 +7,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from sglrollout.errors import NoEngineError, QueueFullError, RequestTimeoutError, fresh
 
@@ -43,6 +43,13 @@ class Lease(Generic[T]):
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             dispatcher._release(self.target)
+
+
+class Elsewhere(NamedTuple, Generic[T]):
+    """In place of a key: at any target but this one, where another one has room."""
+
+    key: Hashable | None
+    target: T
 
 
 class _Tournament:
@@ -139,7 +146,7 @@ class Dispatcher(Generic[T]):
         """Wait for a slot. Cancelling the wait frees whatever it would have got.
 
         Args:
-            key: samples with the same key prefer the same engine.
+            key: samples with the same key prefer the same engine. See also :class:`Elsewhere`.
             deadline: on ``time.monotonic``'s clock.
             first: stand before all that never had a slot, however many wait.
 
@@ -222,6 +229,8 @@ class Dispatcher(Generic[T]):
 
     def _grant(self, target: T, key: Hashable | None) -> Lease[T]:
         self._count(target, 1)
+        if isinstance(key, Elsewhere):
+            key = key.key
         if key is not None:
             self._affinity[key] = target
             self._affinity.move_to_end(key)
@@ -242,12 +251,24 @@ class Dispatcher(Generic[T]):
 
     def _choose(self, key: Hashable | None) -> T | None:
         """The engine for this sample now, or ``None`` when all are full."""
+        if isinstance(key, Elsewhere):
+            return self._choose_other(key)
         idlest = self._idlest()
         sticky = self._affinity.get(key) if key is not None else None
         if sticky is None or idlest is None or self._share(self._places[id(sticky)]) == _CLOSED:
             return idlest
         slack = max(_SLACK_FLOOR, int(_SLACK_SHARE * sticky.limit))
         return sticky if self.num_inflight(sticky) - self.num_inflight(idlest) <= slack else idlest
+
+    def _choose_other(self, wish: Elsewhere[Any]) -> T | None:
+        idlest = self._idlest()
+        if idlest is not wish.target:
+            return idlest
+        place = self._places[id(wish.target)]
+        self._shares.change(place, _CLOSED)
+        other = self._idlest()
+        self._note(place)
+        return idlest if other is None else other
 
     def _idlest(self) -> T | None:
         """The one with the smallest share of its limit in use, the first of equals, of those that have room."""

@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Literal
 
+import msgspec
 from anyio.abc import TaskGroup
 
 from sglrollout.concurrency import in_parallel
 from sglrollout.engine.protocol import Engine
 from sglrollout.errors import LifecycleError, NoEngineError, StaleWeightsError, fresh
-from sglrollout.pool.catch_up import CatchUp
+from sglrollout.pool.catch_up import CatchUp, is_remote
 from sglrollout.pool.dispatcher import Dispatcher
 from sglrollout.pool.limits import Limit
 from sglrollout.pool.supervisor import Restarts, Supervisor
-from sglrollout.wire.messages import Load
+from sglrollout.wire.messages import EngineInfo, Load
 
 SLEEP = "sleep"
 """What :attr:`Pool.busy` says while engines give up memory."""
@@ -178,15 +179,35 @@ class Pool:
         for member, supervisor in zip(self.members, self._supervisors, strict=True):
             self._watch(member, supervisor)
         await in_parallel(member.engine.start for member in self.members)
+        self.weight_version = self.last_version = version = self._first_version()
         for member, supervisor in zip(self.members, self._supervisors, strict=True):
             if member.state is EngineState.STARTING:
-                self.admit(member)
+                self.admit(member, _foreign(member, version))
             tasks.start_soon(supervisor.run)
-        versions = [member.engine.info.weight_version for member in self.serving if member.engine.info]
-        self.weight_version = self.last_version = max(versions, default=0)
         if self._keeps_snapshot:
             tasks.start_soon(self._catch_up.keep)
         self.changed()
+
+    def _first_version(self) -> int:
+        """That of the local engines, whose weights are known; without any, the latest of the remote ones."""
+        infos = [member.engine.info for member in self.members if member.engine.info is not None]
+        versions = [info.weight_version for info in infos if not info.remote] or [info.weight_version for info in infos]
+        return max(0, *versions)
+
+    @property
+    def common_info(self) -> EngineInfo:
+        """What a request may rely on, whichever engine takes it. Once they are up."""
+        infos = [member.engine.info for member in self.members if member.engine.info is not None]
+        return msgspec.structs.replace(
+            infos[0],
+            context_length=min(info.context_length for info in infos),
+            max_prompt_tokens=min(info.max_prompt_tokens for info in infos),
+            max_total_tokens=min(info.max_total_tokens for info in infos),
+            vocab_size=min(info.vocab_size for info in infos),
+            deterministic=all(info.deterministic for info in infos),
+            has_tokenizer=all(info.has_tokenizer for info in infos),
+            lora=all(info.lora for info in infos),
+        )
 
     def _watch(self, member: Member, supervisor: Supervisor) -> None:
         def on_load(load: Load) -> None:
@@ -355,3 +376,13 @@ class Pool:
             supervisor.stop()
         self._catch_up.stop()
         await in_parallel(member.engine.close for member in self.members)
+
+
+def _foreign(member: Member, version: int) -> str:
+    """Why the weights of an engine that has come up for the first time are not the pool's, if so."""
+    info = member.engine.info
+    if info is None or not is_remote(member) or info.weight_version == version:
+        return ""
+    if info.weight_version < 0:
+        return "its weights were being replaced when that was broken off"
+    return f"its weights are of version {info.weight_version}, and the pool's of version {version}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglrollout.errors import (
     ConfigError,
+    EngineConnectionError,
     EngineDiedError,
     EngineRequestError,
     LifecycleError,
@@ -58,7 +59,7 @@ def problem_of(error: Exception) -> ProblemError:
             return ProblemError(504, str(error), code="timeout")
         case QueueFullError():
             return ProblemError(429, str(error), code="queue_full")
-        case NoEngineError() | LifecycleError() | StaleWeightsError() | EngineDiedError():
+        case NoEngineError() | LifecycleError() | StaleWeightsError() | EngineDiedError() | EngineConnectionError():
             first_line, *_ = str(error).splitlines()  # what follows is an engine's log, which is the trainer's alone
             return ProblemError(503, first_line, code="unavailable")
         case EngineRequestError() if "grammar" in str(error).lower():
