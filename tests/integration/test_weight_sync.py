@@ -16,30 +16,13 @@ import pytest
 
 import sglrollout as sr
 from sglrollout import testing
-from sglrollout.engine.cpu_support import forgive_torchvision
 from sglrollout.weights.transfer import Transfer
-from tests.reference import greedy
+from tests.reference import GREEDY, PROMPTS, answers_like, greedy, trained
 
 pytestmark = pytest.mark.slow
 
-GREEDY = sr.Sampling(temperature=0.0, max_new_tokens=16, ignore_eos=True)
 LONG = sr.Sampling(max_new_tokens=1500, ignore_eos=True)
-PROMPTS = ["The sky is", "2 + 2 ="]
 BUCKET_BYTES = 1 << 15
-
-
-def trained(path: Path, step: int) -> Any:
-    """The model after some steps of training, in float32."""
-    forgive_torchvision()
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(step)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 def logprobs(model: Any, completion: sr.Completion) -> list[float]:
@@ -51,13 +34,6 @@ def logprobs(model: Any, completion: sr.Completion) -> list[float]:
         scores = torch.log_softmax(model(ids).logits[0].double(), dim=-1)
     first = len(completion.prompt_ids) - 1
     return [float(scores[first + i, token]) for i, token in enumerate(completion.token_ids)]
-
-
-async def answers_like(rollout: sr.AsyncRolloutEngine, model: Any) -> bool:
-    """Whether every engine says what transformers says with this model."""
-    groups = await rollout.generate(PROMPTS * 2, sampling=GREEDY)
-    assert len({group.completions[0].engine for group in groups}) == len(rollout.engines)
-    return all(list(group.completions[0].token_ids) == greedy(model, group.prompt_ids) for group in groups)
 
 
 @pytest.fixture(scope="module")
