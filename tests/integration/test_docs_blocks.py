@@ -11,6 +11,7 @@ import inspect
 import json
 import random
 import re
+import symtable
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import wraps
@@ -31,16 +32,32 @@ pytestmark = pytest.mark.slow
 
 MOST_ROUNDS = 4
 MOST_TOKENS = 16
+MOST_SYNCS = 100
+"""Of one page."""
+
 SHORT = sr.Sampling(max_new_tokens=MOST_TOKENS)
 PYTHON_PAGES = [path for path in PAGES if any(blocks(path, "python"))]
 
 # ------------------------------------------------------------ the engine behind all pages
 
 
+TOOLS = "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
+"""The beginning of a chat template that tells of tools, as those of models on the Hub do."""
+
+
 @pytest.fixture(scope="module")
-async def shared(tiny_model: Path) -> AsyncIterator[sr.AsyncRolloutEngine]:
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = testing.tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    config = path / "tokenizer_config.json"
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**settings, "chat_template": TOOLS + testing.CHAT_TEMPLATE}), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+async def shared(model_path: Path) -> AsyncIterator[sr.AsyncRolloutEngine]:
     """An engine of this module's own: pages change its weights."""
-    async with sr.AsyncRolloutEngine(tiny_model, device="cpu", dtype="float32") as engine:
+    async with sr.AsyncRolloutEngine(model_path, device="cpu", dtype="float32") as engine:
         yield engine
 
 
@@ -77,7 +94,7 @@ def borrowing(shared: sr.AsyncRolloutEngine) -> type[sr.AsyncRolloutEngine]:
 
 @pytest.fixture(autouse=True)
 def machine(
-    shared: sr.AsyncRolloutEngine, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: sr.AsyncRolloutEngine, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     """What pages take for granted: GPUs, models on the Hub, ports and accounts. Here all of it is small."""
     forgive_torchvision()
@@ -101,9 +118,9 @@ def machine(
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr(sr, "AsyncRolloutEngine", borrowing(shared))
     monkeypatch.setattr(Sample, "room", property(lambda sample: min(room(sample), left(sample))))
-    monkeypatch.setattr(testing, "smollm2", lambda: tiny_model)
+    monkeypatch.setattr(testing, "smollm2", lambda: model_path)
     monkeypatch.setattr(
-        AutoModelForCausalLM, "from_pretrained", lambda path, **options: from_pretrained(tiny_model, **options)
+        AutoModelForCausalLM, "from_pretrained", lambda path, **options: from_pretrained(model_path, **options)
     )
     monkeypatch.setattr(torch.nn.Module, "cuda", lambda module: module)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
@@ -206,7 +223,7 @@ async def checkpoint_of(rollout: sr.AsyncRolloutEngine) -> Path:
     collector = rollout.collect(tasks(), n=8, target_groups=1, reward=chance, sampling=SHORT)
     async with collector as batches:
         await batches
-        saved = {"version": rollout.weight_version + 1, "collector": collector.state_dict()}
+        saved = {"version": rollout.weight_version + MOST_SYNCS, "collector": collector.state_dict()}
     path = Path("checkpoint.json")
     path.write_text(json.dumps(saved), encoding="utf-8")
     return path
@@ -234,8 +251,6 @@ SUPPLIED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "merge_lora": lambda names: lambda model: model.named_parameters(),
     "syncer": lambda names: sr.WeightSyncer(names["rollout"], sr.ModuleSource(names["model"])),
     "session": lambda names: names["rollout"].session(),
-    "batch": lambda names: names["rollout"].collect(tasks(), n=2, sampling=SHORT),
-    "logprobs": lambda names: names["batch"].logprobs,
     "checkpoint": lambda names: checkpoint_of(names["rollout"]),
 }
 """Names that a page may use without having made them, each from ``rollout`` and those above it."""
@@ -265,15 +280,28 @@ def few(*bounds: int) -> range:
     return range(*bounds)[:MOST_ROUNDS]
 
 
-def names_on(path: Path) -> set[str]:
-    trees = [ast.parse(block.text) for block in blocks(path, "python")]
-    return {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+def tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for child in table.get_children():
+        yield from tables(child)
+
+
+def asked_of_the_reader(path: Path) -> set[str]:
+    """Names that a page's blocks use, and that neither they nor blocks above them make."""
+    made: set[str] = set()
+    asked: set[str] = set()
+    for block in blocks(path, "python"):
+        top = symtable.symtable(block.text, path.name, "exec")
+        made |= {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+        used = (symbol for table in tables(top) for symbol in table.get_symbols() if symbol.is_referenced())
+        asked |= {symbol.get_name() for symbol in used if symbol.is_global()} - made
+    return asked
 
 
 async def supplied(path: Path, rollout: sr.AsyncRolloutEngine) -> dict[str, Any]:
     """What a page's blocks begin with."""
     names: dict[str, Any] = {"__name__": "__main__", "range": few, "lucky": lucky, "rollout": rollout, "sr": sr}
-    wanted = names_on(path) | {"model"}
+    wanted = asked_of_the_reader(path) | {"model"}
     for name, make in SUPPLIED.items():
         if name in wanted:
             made = make(names)
@@ -302,14 +330,14 @@ async def test_the_python_on_a_page_runs(path: Path, shared: sr.AsyncRolloutEngi
             await run(block, path, names)
     finally:
         if "syncer" in names:
-            await names["syncer"].close()
+            await names["syncer"].close()  # once more, if the page did
     assert [engine.state for engine in shared.engines] == ["ready"]
     assert shared.metrics().num_inflight == 0
 
 
 @pytest.mark.parametrize("name", SUPPLIED)
 def test_every_name_that_is_supplied_is_used_on_some_page(name: str) -> None:
-    assert any(name in names_on(path) for path in PYTHON_PAGES)
+    assert any(name in asked_of_the_reader(path) for path in PYTHON_PAGES)
 
 
 def test_pages_with_python_are_found() -> None:
