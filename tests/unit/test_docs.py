@@ -214,9 +214,7 @@ def test_links_inside_the_project_lead_somewhere(path: Path) -> None:
 
 def test_every_page_is_in_the_navigation_and_exists() -> None:
     sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    listed = [
-        page for section in sections for (pages,) in (section.values(),) for entry in pages for page in entry.values()
-    ]
+    listed = [page for section in sections for pages in section.values() for entry in pages for page in entry.values()]
     assert sorted(listed) == sorted(path.name for path in DOCS.glob("*.md"))
 
 
