@@ -326,7 +326,8 @@ async def test_the_python_on_a_page_runs(path: Path, shared: sr.AsyncRolloutEngi
     if sglang_version() == "0.5.17" and re.search(r"\bregex=", path.read_text(encoding="utf-8")):
         pytest.skip("grammars of SGLang 0.5.17 pin memory, which a CPU cannot")
     for block in blocks(path, "yaml"):
-        (tmp_path / block.text.partition("\n")[0].removeprefix("# ")).write_text(block.text, encoding="utf-8")
+        if named := re.match(r"# (\S+)\n", block.text):
+            (tmp_path / named[1]).write_text(block.text, encoding="utf-8")
     await run_page(path, shared)
     assert [engine.state for engine in shared.engines] == ["ready"]
     assert shared.metrics().num_inflight == 0

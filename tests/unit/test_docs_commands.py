@@ -7,7 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from pathlib import Path
 
 import pytest
@@ -51,8 +51,9 @@ def commands(text: str) -> Iterator[list[str]]:
     for line in text.splitlines():
         for part in re.split(r"&&|\|\||;|\|", line):
             words = shlex.split(part.removeprefix("$ "), comments=True)
-            if words:
-                yield words
+            command = list(dropwhile(re.compile(r"[A-Z_]+=").match, words))
+            if command:
+                yield command
 
 
 def wrong(words: list[str]) -> list[str]:
@@ -159,7 +160,7 @@ nox -s "compat(0.1)"
 nox -s tests -- tests/units -x
 nox -s lint -- --mend
 python examples/grpo.py --tiny || echo no
-$ torchrun --nproc-per-node 2 examples/grpo_fsdp2.py --tiny --stepps 3
+$ HF_HUB_OFFLINE=1 torchrun --nproc-per-node 2 examples/grpo_fsdp2.py --tiny --stepps 3
 torchrun --nproc-per-node 8 train.py
 sglrollout doctor --yaml
 sglrollouts doctor
