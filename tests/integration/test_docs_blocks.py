@@ -242,6 +242,7 @@ SUPPLIED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "optimizer": lambda names: optimizer_of(names["model"]),
     "actor_critic": lambda names: actor_critic_of(names["model"]),
     "merge_lora": lambda names: lambda model: model.named_parameters(),
+    "folder": lambda names: Path.cwd(),
     "syncer": lambda names: sr.WeightSyncer(names["rollout"], sr.ModuleSource(names["model"])),
     "session": lambda names: names["rollout"].session(),
     "checkpoint": lambda names: checkpoint_of(names["rollout"]),

@@ -17,7 +17,7 @@ from tests.remote import RealServer, real_servers, until
 pytestmark = pytest.mark.slow
 
 BUCKET_BYTES = 1 << 15
-LONG = sr.Sampling(temperature=0.0, max_new_tokens=1500, ignore_eos=True)
+LONG = sr.Sampling(temperature=0.0, max_new_tokens=500, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ async def test_samples_that_run_in_a_server_go_on_under_the_new_weights_and_tell
     assert {completion.engine for completion in completions} == {"engine-0", "remote-0", "remote-1"}
     for completion in completions:
         assert [span.version for span in completion.weight_versions] == [version, version + 1]
-        assert completion.weight_versions[-1].end == len(completion.token_ids) == 1500
+        assert completion.weight_versions[-1].end == len(completion.token_ids) == 500
 
 
 async def test_servers_read_weights_from_a_disk(pool: sr.AsyncRolloutEngine, tiny_model: Path, tmp_path: Path) -> None:
