@@ -23,6 +23,7 @@ from sglrollout.collect.mismatch import MismatchReport, importance_weights, mism
 from sglrollout.collect.stats import CollectReport, CollectStats
 from sglrollout.collect.task import Task
 from sglrollout.config import RolloutConfig, Sampling
+from sglrollout.engine.server import SGLangServer, launch_server
 from sglrollout.errors import (
     ChannelError,
     ConfigError,
@@ -110,6 +111,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutEngine",
     "RolloutError",
+    "SGLangServer",
     "Sampling",
     "Session",
     "SessionStream",
@@ -136,5 +138,6 @@ __all__ = [
     "__version__",
     "filters",
     "importance_weights",
+    "launch_server",
     "mismatch",
 ]
