@@ -203,6 +203,11 @@ class SGLangServer:
         return self._process.pid
 
     @property
+    def node_rank(self) -> int:
+        """Which of its machines this is; only node 0 takes requests."""
+        return self._nodes.node_rank
+
+    @property
     def was_killed(self) -> bool:
         """Whether it had to be, since it did not end in time or :meth:`kill` was called."""
         return self._killed
@@ -271,7 +276,9 @@ def launch_server(
     config: RolloutConfig | None = None,
     **options: Any,
 ) -> SGLangServer:
-    """SGLang's own HTTP server, for trainers that outgrow one machine: ``async with sr.launch_server(model) as server``.
+    """SGLang's own HTTP server, for trainers that outgrow one machine.
+
+    ``async with sr.launch_server(model) as server:`` waits until it is healthy, and ends it.
 
     Args:
         model: path of a model directory, or a Hugging Face Hub id.

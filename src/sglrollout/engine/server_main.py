@@ -1,4 +1,4 @@
-"""SGLang's own HTTP server in a process of its own: what ``python -m sglang.launch_server`` runs, prepared as a host is.
+"""SGLang's own HTTP server in a process of its own, as ``python -m sglang.launch_server``, and prepared as a host is.
 
 ``python -m sglrollout.engine.server_main FD PARENT_PID SCRATCH_DIR``. The arguments of ``ServerArgs`` come by a file
 descriptor: ``ps`` shows a command line, and a key is among them. SGLang's processes start by ``spawn``, which imports
