@@ -167,7 +167,7 @@ def _key(file: Path | None) -> tuple[str | None, str]:
     variable = os.environ.pop(KEY_VARIABLE, None)  # which the server's processes need not have
     if file is not None:
         path = file.expanduser().absolute()
-        return read_key(path), f"open({str(path)!r}).read().strip()"
+        return read_key(path), f"pathlib.Path({str(path)!r}).read_text().strip()"
     return (variable, f'os.environ["{KEY_VARIABLE}"]') if variable is not None else (None, "")
 
 
