@@ -19,7 +19,6 @@ from typing import Any
 
 import anyio
 import httpx
-import psutil
 import pytest
 
 import sglrollout as sr
@@ -34,6 +33,7 @@ from sglrollout.engine.placement import Device, Placement
 from sglrollout.engine.scheduler_main import _Ready, keep_out_of_logs
 from sglrollout.engine.server import SERVER_OPTIONS, Nodes, launch_server, reason_in, served_args
 from sglrollout.engine.server_main import start_environment
+from tests.leftovers import is_running
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -259,13 +259,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., sr.SGLangServer]:
         return launch_server(MODEL, device="cpu", engine_args={"served_model_name": behaviour}, **options)
 
     return make
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def test_a_server_is_up_in_its_block_and_nothing_is_left_of_it(fake: Callable[..., sr.SGLangServer]) -> None:
