@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -40,6 +41,12 @@ def main() -> None:
     stop = signal.SIG_IGN if behaviour == "stubborn" else lambda *args: os._exit(0)
     signal.signal(signal.SIGINT, stop)
     server = HTTPServer((arguments["host"], arguments["port"]), Handler)
+    sys.stderr.write("[2026-01-01 00:00:00 TP0] Load weight begin.\n")
+    sys.stderr.flush()
+    if arguments.get("ssl_certfile"):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(arguments["ssl_certfile"], arguments["ssl_keyfile"])
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     if behaviour != "loads":
         Path(sys.argv[3], "ready").touch()
     server.serve_forever()

@@ -39,9 +39,9 @@ class Host:
     interface: str
     address: str
 
-    def popen(self, command: Sequence[str], **given: Any) -> subprocess.Popen[str]:
+    def popen(self, command: Sequence[str], **given: Any) -> subprocess.Popen[Any]:
         """Start a command on this host. The process is the command's own."""
-        return subprocess.Popen(["ip", "netns", "exec", self.name, *command], text=True, **given)
+        return subprocess.Popen(["ip", "netns", "exec", self.name, *command], **given)
 
     @contextmanager
     def entered(self) -> Iterator[None]:

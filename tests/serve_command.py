@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -37,7 +36,7 @@ class ServeCommand(Leftovers):
         given: Sequence[str],
         temporary: Path,
         environment: Mapping[str, str] | None = None,
-        popen: Callable[..., subprocess.Popen[str]] = partial(subprocess.Popen, text=True),
+        popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
     ) -> None:
         super().__init__(temporary)
         self.said, self._lines = list[str](), SimpleQueue[str]()
@@ -47,6 +46,7 @@ class ServeCommand(Leftovers):
             stderr=subprocess.PIPE,
             env={**os.environ, "TMPDIR": str(temporary), **(environment or {})},
             start_new_session=True,
+            text=True,
         )
         # Both are read all the time, so that it never waits for a reader.
         self._readers = [

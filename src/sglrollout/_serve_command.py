@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import signal
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -177,14 +179,8 @@ def read_key(path: Path) -> str:
     Raises:
         ConfigError: it can be neither read nor made, others may read it, or there is no key in it.
     """
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
-            os.fchmod(made.fileno(), 0o600)  # whatever the umask is
-            made.write(secrets.token_urlsafe(32) + "\n")
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise ConfigError("api_key_file", str(path), f"must be a file that can be made ({error.strerror})") from error
+    if not path.exists():
+        _make_key(path)
     try:
         mode, key = stat.S_IMODE(path.stat().st_mode), path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -195,6 +191,19 @@ def read_key(path: Path) -> str:
     if not key:
         raise ConfigError("api_key_file", str(path), "must hold a key, and is empty")
     return key
+
+
+def _make_key(path: Path) -> None:
+    """A file with a random key, whole as soon as it is there: of several servers that start at once one makes it."""
+    try:
+        number, made = tempfile.mkstemp(dir=path.parent)  # of mode 0600
+        with open(number, "w") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(made, path)
+        os.unlink(made)
+    except OSError as error:
+        raise ConfigError("api_key_file", str(path), f"must be a file that can be made ({error.strerror})") from error
 
 
 class _Foreground:

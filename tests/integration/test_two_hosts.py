@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,11 +34,13 @@ class Apart:
     url: str
     key: str
 
-    def ask(self, key: str | None = None, timeout_s: float = 60) -> httpx.Response:
+    def ask(
+        self, path: str = "/generate", body: Any = ASK, key: str | None = None, timeout_s: float = 60
+    ) -> httpx.Response:
         """From the trainer's host."""
         headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
         with self.hosts.trainer.entered(), httpx.Client(trust_env=False, timeout=timeout_s) as client:
-            return client.post(f"{self.url}/generate", json=ASK, headers=headers)
+            return client.post(f"{self.url}{path}", json=body, headers=headers)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def test_the_server_says_where_it_is_and_where_its_key_is(apart: Apart) -> None:
 
 
 def test_a_trainer_on_another_host_generates_with_the_key_alone(apart: Apart) -> None:
-    assert apart.ask("wrong").status_code == 401
+    assert apart.ask(key="wrong").status_code == 401
     assert len(apart.ask().json()["output_ids"]) == 4
 
 
@@ -76,6 +81,33 @@ def test_a_cable_that_is_cut_fails_a_request_in_time_and_the_server_is_there_aga
     with apart.hosts.cut(), pytest.raises(httpx.TransportError):
         apart.ask(timeout_s=1.0)
     assert apart.ask().status_code == 200
+
+
+def test_a_trainer_on_another_host_joins_a_group_over_the_interface_that_the_user_names(apart: Apart) -> None:
+    """By which it sends weights: once the server is up, its processes are not confined to the loopback interface."""
+    code = (
+        "import sys\n"
+        "from sglrollout.engine import cpu_support\n"
+        "cpu_support.enable()\n"
+        "from sglang.srt.utils import init_custom_process_group\n"
+        "where = {'backend': 'gloo', 'init_method': f'tcp://{sys.argv[1]}:29600', 'group_name': 'weights'}\n"
+        "print('joining', flush=True)\n"
+        "init_custom_process_group(world_size=2, rank=0, **where)\n"
+        "print('joined', flush=True)\n"
+    )
+    trainer = apart.hosts.trainer
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": trainer.interface}
+    command = [sys.executable, "-c", code, trainer.address]
+    ask = {"master_address": trainer.address, "master_port": 29600, "rank_offset": 1, "world_size": 2}
+    with trainer.popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "joining\n"
+            joined = apart.ask("/init_weights_update_group", {**ask, "group_name": "weights", "backend": "gloo"})
+            assert joined.json()["success"], joined.text
+            assert process.stdout.read() == "joined\n"
+        finally:
+            process.kill()
 
 
 def test_sigterm_ends_it_and_leaves_nothing(apart: Apart) -> None:

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,8 @@ import pytest
 import yaml
 
 import sglrollout as sr
+from sglrollout import _serve_command
+from sglrollout.cli import _parser
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -88,6 +91,7 @@ CONVENTIONS: dict[str, type] = {
     "session": sr.Session,
     "turn": sr.Turn,
     "endpoint": sr.OpenAIEndpoint,
+    "server": sr.SGLangServer,
 }
 """What a name on a page stands for."""
 
@@ -96,6 +100,7 @@ OPTIONS: dict[Any, type[sr.RolloutConfig] | type[sr.Sampling]] = {
     sr.RolloutEngine: sr.RolloutConfig,
     sr.RolloutConfig: sr.RolloutConfig,
     sr.Sampling: sr.Sampling,
+    sr.launch_server: sr.RolloutConfig,
 }
 """Whose options a class, and those of its methods that take options by name, take."""
 
@@ -123,9 +128,7 @@ def resolve(node: ast.expr) -> Any:
 def keywords(call: ast.Call) -> set[str]:
     """What a call of something of ours may be given by name."""
     function = resolve(call.func)
-    owner = (
-        function if inspect.isclass(function) or not isinstance(call.func, ast.Attribute) else resolve(call.func.value)
-    )
+    owner = function if function in OPTIONS or not isinstance(call.func, ast.Attribute) else resolve(call.func.value)
     found = set()
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
@@ -194,6 +197,42 @@ def test_a_file_of_options_on_a_page_loads(block: Block, tmp_path: Path) -> None
     path = tmp_path / "rollout.yaml"
     path.write_text(block.text, encoding="utf-8")
     assert sr.RolloutConfig.from_file(path).model_fields_set == set(yaml.safe_load(block.text))
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The commands ``sglrollout ...`` of a block of a shell, its variables taken as 0."""
+    if block.language not in ("console", "bash", "sh"):
+        return
+    for line in block.text.replace("\\\n", " ").splitlines():
+        text = line.strip().removeprefix("$ ")
+        if text.startswith("sglrollout "):
+            plain = re.split(r" (?:&|>|\|\|)", re.sub(r"\$\w+", "0", text))[0]
+            yield shlex.split(plain)[1:]
+
+
+COMMANDS = [(block, command) for block in BLOCKS for command in commands(block)]
+
+
+@pytest.mark.parametrize(
+    ("block", "command"),
+    COMMANDS,
+    ids=[f"{block.page}:{block.line}:{number}" for number, (block, _) in enumerate(COMMANDS)],
+)
+def test_a_command_on_a_page_is_understood(monkeypatch: pytest.MonkeyPatch, block: Block, command: list[str]) -> None:
+    given = _parser().parse_args(command)  # exits where it is not
+    if command[0] == "serve" and "--config" not in command:
+        monkeypatch.setattr(_serve_command, "_key", lambda file: (None, ""))  # which would make it
+        server, _ = _serve_command.server_of(given)
+        assert server.stage == "not started"
+
+
+def test_there_are_commands_to_check_and_the_check_sees_mistakes() -> None:
+    assert {block.page for block, _ in COMMANDS} >= {"doctor.md", "two-machines.md"}
+    assert max(len(command) for _, command in COMMANDS) > 10
+    wrong = Block("page", 1, "console", "$ sglrollout serve org/name --tp_sise 2 &\n")
+    (command,) = commands(wrong)
+    with pytest.raises(SystemExit):
+        _parser().parse_args(command)
 
 
 # ------------------------------------------------------------ links and the map

@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import pathlib
+import shutil
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import threading
@@ -175,6 +177,20 @@ def test_a_key_file_is_made_for_its_owner_alone_and_read_again(tmp_path: Path) -
     assert _serve_command.read_key(tmp_path / "key") == key
 
 
+def test_servers_that_start_at_once_have_the_same_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a loop over GPUs, whose servers all find no file."""
+    path, link, others = tmp_path / "key", os.link, list[str]()
+
+    def link_second(source: str, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        others.append(_serve_command.read_key(path))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_second)
+    assert [_serve_command.read_key(path)] == others
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     ("content", "mode", "rule"),
     [
@@ -255,8 +271,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., sr.SGLangServer]:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(server_module, "ModuleProcess", start)
 
-    def make(behaviour: str, **options: Any) -> sr.SGLangServer:
-        return launch_server(MODEL, device="cpu", engine_args={"served_model_name": behaviour}, **options)
+    def make(behaviour: str, engine_args: dict[str, Any] | None = None, **options: Any) -> sr.SGLangServer:
+        named = {"served_model_name": behaviour, **(engine_args or {})}
+        return launch_server(MODEL, device="cpu", engine_args=named, **options)
 
     return make
 
@@ -280,6 +297,30 @@ async def test_a_server_is_up_in_its_block_and_nothing_is_left_of_it(fake: Calla
     await server.close()
     with pytest.raises(sr.LifecycleError, match="started before"):
         await server.start()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate with")
+async def test_one_with_a_certificate_is_reached_by_https(fake: Callable[..., sr.SGLangServer], tmp_path: Path) -> None:
+    certificate, key = str(tmp_path / "certificate.pem"), str(tmp_path / "key.pem")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=test", "-days", "2"]
+    made += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", certificate, "-keyout", key]
+    await anyio.run_process(made)
+    async with fake("obeys", engine_args={"ssl_certfile": certificate, "ssl_keyfile": key}) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        trusting = ssl.create_default_context(cafile=certificate)
+        async with httpx.AsyncClient(trust_env=False, verify=trusting) as client:
+            assert (await client.get(f"{server.url}/health")).status_code == 200
+
+
+async def test_what_it_is_at_is_the_last_line_of_its_log(fake: Callable[..., sr.SGLangServer]) -> None:
+    server = fake("loads")
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.start)
+        with anyio.fail_after(30):
+            while server.stage != "Load weight begin.":
+                await anyio.sleep(0.02)
+        tasks.cancel_scope.cancel()
+    assert not is_running(server.pid)
 
 
 async def test_one_that_does_not_end_in_time_is_killed(fake: Callable[..., sr.SGLangServer]) -> None:

@@ -217,7 +217,8 @@ class SGLangServer:
         """What it is at, in a line: the last one of its log, while it starts."""
         if self._process is None:
             return "not started"
-        return "up" if self._up else (self._process.log_tail(1).strip()[-90:] or "starting")
+        last = re.sub(r"^\[[^]]*\] ", "", self._process.log_tail(1).strip())
+        return "up" if self._up else (last[:90] or "starting")
 
     def log_tail(self, num_lines: int = _TAIL_LINES) -> str:
         """The last lines that its processes wrote; nothing after the end, unless ``log_dir`` keeps them."""
