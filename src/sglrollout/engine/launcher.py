@@ -25,6 +25,8 @@ from sglrollout.errors import ConfigError, LifecycleError
 
 _POLL_S = 0.25
 _TAIL_BYTES = 64 * 1024
+_LINE_CHARACTERS = 500
+"""Of a line in a tail: SGLang logs all its arguments in one of 12,000."""
 
 
 class Launcher(Protocol):
@@ -215,4 +217,5 @@ def _tail(path: Path, num_lines: int) -> str:
             lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return "\n".join([line for line in lines if line.strip()][-num_lines:])
+    last = [line for line in lines if line.strip()][-num_lines:]
+    return "\n".join(f"{line[:_LINE_CHARACTERS]}..." if len(line) > _LINE_CHARACTERS else line for line in last)

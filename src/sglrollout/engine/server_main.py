@@ -30,10 +30,9 @@ _SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 def serve(arguments: Mapping[str, Any], scratch_dir: str) -> None:
     """Be the server, until it is interrupted."""
-    nnodes = arguments.get("nnodes", 1)
     if arguments.get("device") == "cpu":
-        cpu_support.enable(tp_size=int(arguments.get("tp_size", 1)) // nnodes)
-    at_first = start_environment(scratch_dir, arguments["host"]) if nnodes == 1 else {}
+        cpu_support.enable(tp_size=arguments.get("tp_size", 1))
+    at_first = start_environment(scratch_dir, arguments["host"]) if arguments.get("nnodes", 1) == 1 else {}
     later = {name: os.environ.get(name) for name in at_first}
     change_environment(at_first)
     from sglang.srt.entrypoints.http_server import launch_server
