@@ -40,8 +40,9 @@ class Host:
     address: str
 
     def popen(self, command: Sequence[str], **given: Any) -> subprocess.Popen[Any]:
-        """Start a command on this host. The process is the command's own."""
-        return subprocess.Popen(["ip", "netns", "exec", self.name, *command], **given)
+        """Start a command on this host, with a /dev/shm of its own. The process is the command's own."""
+        own_memory = ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]  # ip made a mount namespace
+        return subprocess.Popen(["ip", "netns", "exec", self.name, *own_memory, *command], **given)
 
     @contextmanager
     def entered(self) -> Iterator[None]:

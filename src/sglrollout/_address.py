@@ -8,6 +8,9 @@ import socket
 
 from sglrollout.errors import ConfigError
 
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Hosts that are all of a machine's addresses, to one at which the machine itself reaches them."""
+
 _FAR_AWAY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses of documentation, which are nowhere (RFC 5737, RFC 3849)."""
 
@@ -55,7 +58,7 @@ def is_loopback(host: str) -> bool:
 
 def reached_at(host: str) -> str:
     """The address at which others reach what listens on ``host``: for all addresses, that of the way out."""
-    if host not in ("0.0.0.0", "::"):
+    if host not in WILDCARDS:
         return host
     family = _family(host)
     with socket.socket(family, socket.SOCK_DGRAM) as way_out:
@@ -69,7 +72,7 @@ def reached_at(host: str) -> str:
 
 def local_address(host: str) -> str:
     """The address at which this machine reaches what listens on ``host``."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return WILDCARDS.get(host, host)
 
 
 def url_of(host: str, port: int, scheme: str = "http") -> str:

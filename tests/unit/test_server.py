@@ -219,15 +219,23 @@ def test_a_key_file_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_machines_processes_meet_in_a_file_and_talk_over_loopback_while_they_start() -> None:
-    alone = start_environment("/tmp/x", "127.0.0.1")
+    alone = start_environment("/tmp/x", "127.0.0.1", 1)
     assert alone["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] == "file:///tmp/x/rendezvous"
     assert alone["GLOO_SOCKET_IFNAME"] == alone["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 def test_nccl_may_use_the_users_interface_where_a_trainer_may_be_elsewhere() -> None:
-    reached = start_environment("/tmp/x", "10.0.0.1")
+    reached = start_environment("/tmp/x", "10.0.0.1", 1)
     assert "NCCL_SOCKET_IFNAME" not in reached
     assert reached["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_machines_of_one_server_are_told_the_address_at_which_they_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_HOST_IP", raising=False)
+    assert start_environment("/tmp/x", "10.0.0.1", 2) == {"SGLANG_HOST_IP": "10.0.0.1"}
+    assert start_environment("/tmp/x", "0.0.0.0", 2) == {}
+    monkeypatch.setenv("SGLANG_HOST_IP", "10.0.0.9")
+    assert start_environment("/tmp/x", "10.0.0.1", 2) == {}
 
 
 def test_once_a_scheduler_is_up_the_environment_is_the_users_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from sglrollout._address import is_loopback
+from sglrollout._address import WILDCARDS, is_loopback
 from sglrollout.engine import cpu_support
 from sglrollout.engine.environment import within_the_engine
 from sglrollout.engine.orphan_watch import OrphanWatch
@@ -32,7 +32,7 @@ def serve(arguments: Mapping[str, Any], scratch_dir: str) -> None:
     """Be the server, until it is interrupted."""
     if arguments.get("device") == "cpu":
         cpu_support.enable(tp_size=arguments.get("tp_size", 1))
-    at_first = start_environment(scratch_dir, arguments["host"]) if arguments.get("nnodes", 1) == 1 else {}
+    at_first = start_environment(scratch_dir, arguments["host"], arguments.get("nnodes", 1))
     later = {name: os.environ.get(name) for name in at_first}
     change_environment(at_first)
     from sglang.srt.entrypoints.http_server import launch_server
@@ -47,12 +47,15 @@ def serve(arguments: Mapping[str, Any], scratch_dir: str) -> None:
     )
 
 
-def start_environment(scratch_dir: str, host: str) -> dict[str, str]:
-    """The environment in which the processes of one machine find each other. Once they have, it is the user's again.
+def start_environment(scratch_dir: str, host: str, nnodes: int) -> dict[str, str]:
+    """The environment in which a server's processes find each other. Once they have, it is the user's again.
 
     For a trainer on another machine joins them later, to send weights, over the interface that the user names. NCCL
     reads that once in a process: it is confined to this machine only where the trainer must be on it.
     """
+    if nnodes > 1:  # else SGLang guesses at which of its addresses the other machines reach this one
+        known = is_loopback(host) or host in WILDCARDS or "SGLANG_HOST_IP" in os.environ
+        return {} if known else {"SGLANG_HOST_IP": host}
     variables = within_the_engine(scratch_dir)
     if not is_loopback(host):
         del variables["NCCL_SOCKET_IFNAME"]
