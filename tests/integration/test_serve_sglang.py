@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import sglrollout as sr
+from tests.leftovers import Leftovers
 from tests.serve_command import ServeCommand
 
 pytestmark = pytest.mark.slow
@@ -28,8 +29,14 @@ ASK: dict[str, Any] = {"text": "wombat", "sampling_params": {"max_new_tokens": 4
 
 @pytest.fixture(scope="module")
 async def server(tiny_model: Path) -> AsyncIterator[sr.SGLangServer]:
-    async with sr.launch_server(tiny_model, device="cpu", dtype="float32") as server:
-        yield server
+    with tempfile.TemporaryDirectory(prefix="t-") as temporary:
+        left = Leftovers(Path(temporary))
+        async with sr.launch_server(tiny_model, device="cpu", dtype="float32") as server:
+            yield server
+            left.see(process.pid for process in processes(server))
+            assert len(left.pids) >= 4
+            assert [path for path in left.shared_memory if "sglang" in path]
+        left.assert_nothing_left(within_s=1.0)
 
 
 @pytest.fixture
