@@ -24,6 +24,7 @@ from sglrollout.collect.stats import CollectReport, CollectStats
 from sglrollout.collect.task import Task
 from sglrollout.config import RolloutConfig, Sampling
 from sglrollout.engine.remote import RemoteEngine
+from sglrollout.engine.server import SGLangServer, launch_server
 from sglrollout.errors import (
     ChannelError,
     ConfigError,
@@ -117,6 +118,7 @@ __all__ = [
     "RolloutConfig",
     "RolloutEngine",
     "RolloutError",
+    "SGLangServer",
     "Sampling",
     "Session",
     "SessionStream",
@@ -143,5 +145,6 @@ __all__ = [
     "__version__",
     "filters",
     "importance_weights",
+    "launch_server",
     "mismatch",
 ]

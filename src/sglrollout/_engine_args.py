@@ -47,6 +47,7 @@ _OWNED = frozenset(
         "incremental_streaming_output",
         "host",
         "port",
+        "api_key",
         "nccl_port",
         "dist_init_addr",
         "node_rank",

@@ -20,7 +20,7 @@ from sglrollout.collect.calls import Filter, GroupReward, Reward
 from sglrollout.collect.collector import Collector
 from sglrollout.collect.options import Source, Surplus
 from sglrollout.collect.stats import CollectReport, CollectStats
-from sglrollout.config import RolloutConfig, Sampling
+from sglrollout.config import RolloutConfig, Sampling, config_of
 from sglrollout.engine.protocol import Engine
 from sglrollout.engine.remote import RemoteEngine, checked_remote
 from sglrollout.errors import ConfigError, LifecycleError
@@ -28,7 +28,7 @@ from sglrollout.generation.batch import OnError
 from sglrollout.generation.stream import Stream
 from sglrollout.observe.metrics import Metrics
 from sglrollout.pool.sleep import TAGS, SleepReport
-from sglrollout.rollout import AsyncRolloutEngine, EngineStatus, config_of, refuse_fork
+from sglrollout.rollout import AsyncRolloutEngine, EngineStatus, refuse_fork
 from sglrollout.serve.endpoint import OpenAIEndpoint
 from sglrollout.session.environment import Environment
 from sglrollout.session.episode import Episode

@@ -1,6 +1,6 @@
 """The command ``sglrollout``, and its sub-commands.
 
-May import doctor and errors.
+May import doctor, engine, config and errors.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from sglrollout._serve_command import add_serve
 from sglrollout.version import __version__
 
 
@@ -33,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help=about, description=f"{about.capitalize()}.", epilog=epilog)
     doctor.add_argument("--json", action="store_true", help="print JSON, for a program")
     doctor.set_defaults(run=_doctor)
+    add_serve(commands)
     return parser
 
 

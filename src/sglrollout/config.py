@@ -17,7 +17,7 @@ from sglrollout._engine_args import OPTION_FOR, check_engine_args, refuse_taken
 from sglrollout._options import Options
 from sglrollout.errors import ConfigError
 
-__all__ = ["Options", "RolloutConfig", "Sampling", "check_engine_args"]
+__all__ = ["Options", "RolloutConfig", "Sampling", "check_engine_args", "config_of"]
 
 _MAX_SEED = 2**31 - 1
 _GRAMMARS = ("json_schema", "regex", "ebnf")
@@ -370,6 +370,23 @@ class RolloutConfig(Options, frozen=True):
         for field in ("memory_saver", "deterministic"):
             if getattr(self, field):
                 raise ConfigError(field, True, "must be False on a CPU: SGLang has it for GPUs alone")
+
+
+def config_of(
+    model: str | os.PathLike[str] | None, config: RolloutConfig | None, options: dict[str, Any]
+) -> RolloutConfig:
+    """The one configuration that these describe.
+
+    Raises:
+        ConfigError: an option is wrong, or is given twice.
+    """
+    given = options if model is None else {"model": model, **options}
+    if config is None:
+        return RolloutConfig(**given)
+    if given:
+        rule = "holds every option, so none may be given beside it: use config.replace(...)"
+        raise ConfigError("config", sorted(given), rule)
+    return config
 
 
 def _refuse_blank(value: str | None) -> str | None:

@@ -21,7 +21,7 @@ from sglrollout.collect.calls import Filter, GroupReward, Reward
 from sglrollout.collect.collector import Collector
 from sglrollout.collect.options import Play, Source, Surplus, collect_options
 from sglrollout.concurrency import in_parallel, unwrapped
-from sglrollout.config import RolloutConfig, Sampling
+from sglrollout.config import RolloutConfig, Sampling, config_of
 from sglrollout.engine.launch import build_engines
 from sglrollout.engine.protocol import Engine
 from sglrollout.engine.remote import RemoteEngine, checked_remote
@@ -737,19 +737,6 @@ def refuse_fork(pid: int) -> None:
     """Raise LifecycleError unless this is process ``pid``: a fork has neither the loop nor the engines."""
     if os.getpid() != pid:
         raise LifecycleError("this rollout belongs to the process that made it, and this is a fork of that")
-
-
-def config_of(
-    model: str | os.PathLike[str] | None, config: RolloutConfig | None, options: dict[str, Any]
-) -> RolloutConfig:
-    """The one configuration that these describe, or ConfigError."""
-    given = options if model is None else {"model": model, **options}
-    if config is None:
-        return RolloutConfig(**given)
-    if given:
-        rule = "holds every option, so none may be given beside it: use config.replace(...)"
-        raise ConfigError("config", sorted(given), rule)
-    return config
 
 
 async def _until_done(task: asyncio.Task[None]) -> None:

@@ -14,6 +14,7 @@ import re
 import symtable
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from functools import wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,6 +26,7 @@ import sglrollout as sr
 from sglrollout import testing
 from sglrollout.engine.cpu_support import forgive_torchvision
 from sglrollout.engine.installed import sglang_version
+from sglrollout.engine.server import launch_server
 from sglrollout.generation.sample import Sample
 from tests.pages import PAGES, ROOT, Block, blocks
 
@@ -110,6 +112,7 @@ def machine(
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr(sr, "AsyncRolloutEngine", borrowing(shared))
+    monkeypatch.setattr(sr, "launch_server", described)
     monkeypatch.setattr(Sample, "room", property(lambda sample: min(room(sample), left(sample))))
     monkeypatch.setattr(testing, "smollm2", lambda: model_path)
     monkeypatch.setattr(
@@ -127,6 +130,12 @@ def machine(
         server.shutdown()
         server.server_close()
         thread.join(5)
+
+
+@asynccontextmanager
+async def described(*given: Any, **options: Any) -> AsyncIterator[sr.SGLangServer]:
+    """A server whose options are right, and that is not started."""
+    yield launch_server(*given, **options)
 
 
 def left(sample: Sample) -> int:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import sglrollout as sr
+from tests.leftovers import Leftovers, is_running
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +27,11 @@ SCRIPT = Path(__file__).with_name("user_script.py")
 LONG = sr.Sampling(max_new_tokens=100_000, ignore_eos=True)
 
 
-class UserScript:
+class UserScript(Leftovers):
     """user_script.py in a terminal-like session of its own, with a temporary directory of its own."""
 
     def __init__(self, mode: str, model: Path, temporary: Path, **environment: str) -> None:
-        self.temporary = temporary
-        self.shared_memory: set[str] = set()
+        super().__init__(temporary)
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), mode, str(model)],
             stdout=subprocess.PIPE,
@@ -39,46 +39,16 @@ class UserScript:
             env={**os.environ, "TMPDIR": str(temporary), **environment},
             start_new_session=True,
         )
-        self.pids: list[int] = []
 
     def wait_for(self, step: str) -> dict[str, Any]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
                 said: dict[str, Any] = json.loads(line)
-                self.pids = said["pids"]
-                self.shared_memory |= {path for pid in self.pids for path in mapped_shared_memory(pid)}
+                self.see(said["pids"])
                 if said["step"] == step:
                     return said
         raise AssertionError(f"the script ended with {self.process.wait()} before it said {step}")
-
-    def left_behind(self) -> list[str]:
-        """Processes, temporary files and shared memory of the script that are still there."""
-        alive = [f"process {pid}" for pid in self.pids if is_running(pid)]
-        files = [str(path) for path in self.temporary.glob("sglrollout*")]
-        return alive + files + [path for path in sorted(self.shared_memory) if Path(path).exists()]
-
-    def assert_nothing_left(self, within_s: float) -> None:
-        deadline = time.monotonic() + within_s
-        while (left := self.left_behind()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not left
-
-
-def mapped_shared_memory(pid: int) -> set[str]:
-    """The files of /dev/shm that a process uses: SGLang's load snapshots, and semaphores."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    return {line.split()[-1] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture

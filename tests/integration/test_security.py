@@ -24,6 +24,7 @@ import pytest
 
 import sglrollout as sr
 from sglrollout.engine.installed import sglang_version
+from tests.leftovers import mapped_shared_memory
 
 pytestmark = pytest.mark.slow
 
@@ -135,11 +136,7 @@ def test_another_user_reaches_none_of_an_engines_sockets_and_files(running: Runn
 
 
 def shared_memory(running: Running) -> set[str]:
-    found = set()
-    for process in running.processes:
-        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-            if "/dev/shm/" in line and not line.endswith("(deleted)"):
-                found.add(line.split()[-1])
+    found = {path for process in running.processes for path in mapped_shared_memory(process.pid)}
     assert found
     return found
 

@@ -68,6 +68,7 @@ CONVENTIONS: dict[str, type] = {
     "turn": sr.Turn,
     "syncer": sr.WeightSyncer,
     "endpoint": sr.OpenAIEndpoint,
+    "server": sr.SGLangServer,
 }
 """What a name on a page stands for."""
 
@@ -76,6 +77,7 @@ OPTIONS: dict[Any, type[sr.RolloutConfig] | type[sr.Sampling]] = {
     sr.RolloutEngine: sr.RolloutConfig,
     sr.RolloutConfig: sr.RolloutConfig,
     sr.Sampling: sr.Sampling,
+    sr.launch_server: sr.RolloutConfig,
 }
 """Whose options a class, and those of its methods that take options by name, take."""
 
@@ -103,9 +105,7 @@ def resolve(node: ast.expr) -> Any:
 def keywords(call: ast.Call) -> set[str]:
     """What a call of something of ours may be given by name."""
     function = resolve(call.func)
-    owner = (
-        function if inspect.isclass(function) or not isinstance(call.func, ast.Attribute) else resolve(call.func.value)
-    )
+    owner = function if function in OPTIONS or not isinstance(call.func, ast.Attribute) else resolve(call.func.value)
     found = set()
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import shlex
@@ -12,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
+import sglrollout as sr
+from sglrollout import _serve_command
 from sglrollout.cli import _parser
 from tests.pages import DOCS, PAGES, ROOT, blocks, spans
 
 OF_THE_READER = {"train.py", "dispatch.json", "doctor.json", "reward.png"}
 """Files that a page tells its reader to write, or that a command writes."""
 
-FOREIGN = {"echo", "."}
-"""Commands of the shell, which are taken as they are."""
+FOREIGN = {"echo", ".", "for", "do", "done", "wait", "curl", "ssh"}
+"""Commands that are taken as they are."""
 
 OURS = ("nox", "pip", "pytest", "python", "python3", "sglrollout", "torchrun")
 """What a command of ours begins with."""
@@ -42,6 +45,15 @@ def options_of(path: Path) -> set[str]:
     return {"--help", *re.findall(r'add_argument\(\s*"(--[\w-]+)"', path.read_text(encoding="utf-8"))}
 
 
+def options_of_ours(parser: argparse.ArgumentParser) -> set[str]:
+    """Of a command and its sub-commands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*map(options_of_ours, action.choices.values()))
+    return found
+
+
 def scripts() -> list[Path]:
     return [path for folder in ("examples", "benchmarks", "tests") for path in (ROOT / folder).glob("*.py")]
 
@@ -50,7 +62,8 @@ def commands(text: str) -> Iterator[list[str]]:
     """The commands in a piece of shell, as words."""
     for line in text.splitlines():
         for part in re.split(r"&&|\|\||;|\|", line):
-            words = shlex.split(part.removeprefix("$ "), comments=True)
+            plain = re.sub(r"\$\w+", "0", part.strip().removeprefix("$ ").removeprefix("do ")).removesuffix("&")
+            words = shlex.split(plain, comments=True)
             command = list(dropwhile(re.compile(r"[A-Z_]+=").match, words))
             if command:
                 yield command
@@ -77,10 +90,14 @@ def wrong(words: list[str]) -> list[str]:
 
 
 def wrong_of_ours(arguments: list[str]) -> list[str]:
+    command = [word for word in arguments if word != ">" and word not in OF_THE_READER]
     try:
-        _parser().parse_args([word for word in arguments if word != ">" and word not in OF_THE_READER] or ["--version"])
-    except SystemExit as end:
-        return [] if end.code == 0 else ["sglrollout " + " ".join(arguments)]
+        given = _parser().parse_args(command or ["--version"])
+        if command[0] == "serve" and command[1:] and "--config" not in command:
+            vars(given).pop("api_key_file", None)  # which would make it
+            _serve_command.server_of(given)
+    except (SystemExit, sr.ConfigError) as end:
+        return [] if isinstance(end, SystemExit) and end.code == 0 else ["sglrollout " + " ".join(arguments)]
     return []
 
 
@@ -128,7 +145,7 @@ def missing(file: str) -> bool:
 
 def typed(path: Path) -> list[list[str]]:
     """The commands on a page: lines of ``sh`` blocks, those behind a ``$`` in ``console`` blocks, and in the text."""
-    found = [words for block in blocks(path, "sh") for words in commands(block.text)]
+    found = [words for language in ("sh", "bash") for block in blocks(path, language) for words in commands(block.text)]
     for block in blocks(path, "console"):
         prompted = [line for line in block.text.splitlines() if line.startswith("$ ")]
         found += commands("\n".join(prompted))
@@ -146,7 +163,7 @@ def test_commands_on_a_page_name_what_there_is(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in PAGES if path != DOCS / "migration.md"], ids=lambda path: path.name)
 def test_options_in_the_text_of_a_page_exist_in_some_script(path: Path) -> None:
-    known = {"--fix", "--json"}.union(*map(options_of, scripts()))
+    known = {"--fix", "--json"}.union(*map(options_of, scripts()), options_of_ours(_parser()))
     given = {word for span in spans(path) if span.startswith("--") for word in span.split() if word.startswith("--")}
     assert given <= known
 
@@ -163,6 +180,10 @@ python examples/grpo.py --tiny || echo no
 $ HF_HUB_OFFLINE=1 torchrun --nproc-per-node 2 examples/grpo_fsdp2.py --tiny --stepps 3
 torchrun --nproc-per-node 8 train.py
 sglrollout doctor --yaml
+sglrollout serve org/name --tp_sise 2 &
+for port in 1 2; do
+  sglrollout serve org/name --nnodes 2 --port 3000$port &
+done
 sglrollouts doctor
 """
     assert [mistake for words in commands(text) for mistake in wrong(words)] == [
@@ -176,6 +197,8 @@ sglrollouts doctor
         "examples/grpo.py",
         "examples/grpo_fsdp2.py --stepps",
         "sglrollout doctor --yaml",
+        "sglrollout serve org/name --tp_sise 2",
+        "sglrollout serve org/name --nnodes 2 --port 30000",
         "sglrollouts",
     ]
 

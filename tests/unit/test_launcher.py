@@ -87,3 +87,10 @@ async def test_a_machine_without_a_process_left_is_an_error_that_leaves_nothing(
 
 def test_the_end_of_a_log_is_read_and_no_more_whatever_the_file_is() -> None:
     assert len(_tail(Path("/dev/zero"), 30)) <= 64 * 1024
+
+
+def test_a_long_line_of_a_log_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(f"first\n\nserver_args={'x' * 10_000}\nlast\n")
+    cut, last = _tail(tmp_path / "log", 2).splitlines()
+    assert cut == f"server_args={'x' * 488}..."
+    assert last == "last"

@@ -153,7 +153,10 @@ HELPERS = {
     "threads",
     "version",
 }  # which import nothing of ours, and which all may import
-PARTS = {"_engine_args": "config", "_files": "config", "_options": "config"}
+PARTS = {
+    **{"_address": "config", "_engine_args": "config", "_files": "config", "_options": "config"},
+    "_serve_command": "cli",
+}
 FACADE = {"rollout", "blocking", "__init__"}
 WORDS = {"the CPU support": "engine"}
 

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from sglrollout.engine.processes import end_group
+from sglrollout.engine.orphan_watch import CHECK_S, OrphanWatch
 from sglrollout.engine.scratch import remove_scratch
 from sglrollout.engine.sglang_adapter import SGLangEngine
 from sglrollout.version import __version__
@@ -43,8 +42,6 @@ from sglrollout.wire.messages import (
 )
 
 _LOAD_INTERVAL_S = 0.25
-_ORPHAN_CHECK_S = 0.25
-_ORPHAN_END_S = 3.0
 _GRACE_S = 5.0
 _PART_BYTES = 256 << 20
 """Of weights that are copied from engine to engine: so much between two steps."""
@@ -258,35 +255,18 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return factory
 
 
-class _OrphanWatch(threading.Thread):
-    """Ends everything once the client is gone. A thread, since a launch blocks the event loop for a while."""
-
-    def __init__(self, client_pid: int, scratch_dir: str) -> None:
-        super().__init__(daemon=True, name="orphan-watch")
-        self._client_pid, self._scratch_dir = client_pid, scratch_dir
-        self.orphaned = threading.Event()
-
-    def run(self) -> None:
-        while os.getppid() == self._client_pid:
-            time.sleep(_ORPHAN_CHECK_S)
-        self.orphaned.set()
-        end_group(os.getpgid(0), _ORPHAN_END_S)
-        remove_scratch(self._scratch_dir)
-        os._exit(1)
-
-
 def main() -> None:
     """Entry point of a host process."""
     fd, client_pid, scratch_dir = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     os.set_inheritable(fd, False)
-    watch = _OrphanWatch(client_pid, scratch_dir)
+    watch = OrphanWatch(client_pid, scratch_dir)
     watch.start()
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, whose end is the engine's end
         signal.signal(number, signal.SIG_IGN)
     stopped = serve_socket(socket.socket(fileno=fd))
     if stopped:
         remove_scratch(scratch_dir)  # the client does too, unless it is interrupted on the way out
-    elif watch.orphaned.wait(2 * _ORPHAN_CHECK_S):
+    elif watch.orphaned.wait(2 * CHECK_S):
         watch.join()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -28,10 +28,7 @@ def build_engines(config: RolloutConfig) -> list[EngineClient]:
     """
     if config.num_engines == 0:
         return []  # SGLang need not be installed
-    version = sglang_version()
-    known = server_arg_names()
-    if known:
-        check_engine_args(config.engine_args, known, version)
+    check_installed(config)
     placements = plan(config)
     cores = cpu_cores(config) if placements[0].device == "cpu" else ()
     return [
@@ -47,6 +44,17 @@ def build_engines(config: RolloutConfig) -> list[EngineClient]:
         )
         for index, placement in enumerate(placements)
     ]
+
+
+def check_installed(config: RolloutConfig) -> None:
+    """
+    Raises:
+        UnsupportedVersionError: of the installed SGLang.
+        ConfigError: it does not know an argument.
+    """
+    version, known = sglang_version(), server_arg_names()
+    if known:
+        check_engine_args(config.engine_args, known, version)
 
 
 def _launch(config: RolloutConfig, placement: Placement, index: int, cores: list[int]) -> Launch:

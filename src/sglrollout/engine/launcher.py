@@ -1,4 +1,7 @@
-"""The two ways to run an engine host, each the one owner of what it starts: a child process, or a thread here."""
+"""The two ways to run an engine host, each the one owner of what it starts: a child process, or a thread here.
+
+A server of SGLang's own is a child process of the same kind.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ from sglrollout.errors import ConfigError, LifecycleError
 
 _POLL_S = 0.25
 _TAIL_BYTES = 64 * 1024
+_LINE_CHARACTERS = 500
+"""Of a line in a tail: SGLang logs all its arguments in one of 12,000."""
 
 
 class Launcher(Protocol):
@@ -45,30 +50,49 @@ class Launcher(Protocol):
         """End it and everything it started. Idempotent."""
 
 
-class HostProcess:
-    """``python -m sglrollout.engine.host`` at the head of a session of its own."""
+class ModuleProcess:
+    """A module of ours at the head of a session of its own: ``python -m MODULE FD PARENT_PID SCRATCH_DIR``.
 
-    def __init__(self, name: str, sock: socket.socket, devices: Sequence[str], log_dir: str | None) -> None:
+    Args:
+        module: its name.
+        name: of what it runs, for its log.
+        inherited: a file descriptor for it.
+        devices: UUIDs of the GPUs it may see.
+        log_dir: where its log stays; ``None``: its scratch directory.
+    """
+
+    def __init__(self, module: str, name: str, inherited: int, devices: Sequence[str], log_dir: str | None) -> None:
         log = None if log_dir is None else _log_in(log_dir, name)
         self.scratch_dir = new_scratch()
         self._log = log or self.scratch_dir / "engine.log"
         self._destroyed, self._destroying = False, anyio.Lock()
-        command = [sys.executable, "-m", "sglrollout.engine.host"]
-        command += [str(sock.fileno()), str(os.getpid()), str(self.scratch_dir)]
+        command = [sys.executable, "-m", module, str(inherited), str(os.getpid()), str(self.scratch_dir)]
         try:
-            with self._log.open("ab") as output, sock:
+            with self._log.open("ab") as output:
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=host_environment(devices, str(self.scratch_dir)),
-                    pass_fds=[sock.fileno()],
+                    pass_fds=[inherited],
                     start_new_session=True,
                 )
         except BaseException:
             remove_scratch(self.scratch_dir)
             raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def send_signal(self, number: int) -> None:
+        """To the process itself, and not to what it started; nothing where it has ended."""
+        self._process.send_signal(number)
 
     def log_tail(self, num_lines: int) -> str:
         return _tail(self._log, num_lines)
@@ -81,7 +105,7 @@ class HostProcess:
         await anyio.to_thread.run_sync(self._reap, timeout_s)
 
     async def ended(self) -> None:
-        while self._process.poll() is None:  # noqa: ASYNC110 - a child that ends sets no event
+        while self.running:  # noqa: ASYNC110 - a child that ends sets no event
             await anyio.sleep(_POLL_S)
 
     async def destroy(self, timeout_s: float) -> None:
@@ -99,6 +123,14 @@ class HostProcess:
     def _reap(self, timeout_s: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
+
+
+class HostProcess(ModuleProcess):
+    """An engine's host in a process of its own, which has the other end of the channel."""
+
+    def __init__(self, name: str, sock: socket.socket, devices: Sequence[str], log_dir: str | None) -> None:
+        with sock:
+            super().__init__("sglrollout.engine.host", name, sock.fileno(), devices, log_dir)
 
 
 class HostThread:
@@ -185,4 +217,5 @@ def _tail(path: Path, num_lines: int) -> str:
             lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return "\n".join([line for line in lines if line.strip()][-num_lines:])
+    last = [line for line in lines if line.strip()][-num_lines:]
+    return "\n".join(f"{line[:_LINE_CHARACTERS]}..." if len(line) > _LINE_CHARACTERS else line for line in last)

@@ -13,6 +13,7 @@ from pathlib import Path
 from sglrollout.errors import ConfigError
 
 _LIST = "files-elsewhere"
+_READY = "ready"
 _SOCKET_PATH_ROOM = 60
 _LEAST_FREE_BYTES = 16 << 20
 
@@ -50,6 +51,16 @@ def note_file(scratch_dir: str, path: str) -> None:
     """Remember a file outside the scratch directory that must go with it."""
     with (Path(scratch_dir) / _LIST).open("a") as file:
         file.write(path + "\n")
+
+
+def mark_ready(scratch_dir: str | Path) -> None:
+    """Say that what runs there has come up."""
+    (Path(scratch_dir) / _READY).touch()
+
+
+def is_ready(scratch_dir: str | Path) -> bool:
+    """Whether it has said so."""
+    return (Path(scratch_dir) / _READY).exists()
 
 
 def remove_scratch(scratch_dir: str | Path) -> None:

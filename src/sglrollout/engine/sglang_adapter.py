@@ -29,9 +29,8 @@ import zmq.asyncio
 
 from sglrollout.engine import cpu_support, scheduler_agent, scheduler_outputs
 from sglrollout.engine.environment import not_for_engines, within_the_engine
-from sglrollout.engine.scheduler_main import ignore_sigquit, run_detokenizer, run_scheduler
+from sglrollout.engine.scheduler_main import ignore_sigquit, note_shared_memory, run_detokenizer, run_scheduler
 from sglrollout.engine.scheduler_outputs import to_finish
-from sglrollout.engine.scratch import note_file
 from sglrollout.engine.tool_calls import parse_tool_calls
 from sglrollout.errors import EngineRequestError
 from sglrollout.wire.messages import EncodedOutputs, EngineInfo, Finish, Generate, Launch, Load, Output, Outputs
@@ -125,7 +124,7 @@ class SGLangEngine:
 
             @classmethod
             def _launch_scheduler_processes(cls, server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -> Any:
-                adapter._note_files(port_args, launch.scratch_dir)
+                note_shared_memory(port_args, launch.scratch_dir)
                 if fast:
                     port_args.detokenizer_ipc_name = port_args.tokenizer_ipc_name
                 launched = super()._launch_scheduler_processes(server_args, port_args, *args, **kwargs)
@@ -161,13 +160,6 @@ class SGLangEngine:
             "and streaming is several times slower"
         )
         return False
-
-    def _note_files(self, port_args: Any, scratch_dir: str) -> None:
-        """Remember what SGLang leaves in /dev/shm, to remove it when its processes could not."""
-        with contextlib.suppress(Exception):
-            from sglang.srt.managers.load_snapshot import shm_path_for
-
-            note_file(scratch_dir, shm_path_for(port_args.instance_id))
 
     def _take_over(self) -> None:
         """Take from SGLang what it would do to this process: its watchdog and signal handlers.

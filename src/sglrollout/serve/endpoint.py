@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import secrets
-import socket
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import anyio
 
+from sglrollout._address import bound_socket, check_address, url_of
 from sglrollout.errors import ConfigError, LifecycleError
 from sglrollout.generation.sampler import Sampler
 from sglrollout.serve.conversations import Conversations
@@ -56,7 +55,8 @@ class OpenAIEndpoint:
         timeout_s: float | None = None,
         chunk_tokens: int = 8,
     ) -> None:
-        _check(model, host, port, api_key, max_conversations)
+        _check(model, max_conversations)
+        check_address(host, port, api_key)
         self._conversations = Conversations(max_conversations)
         self._service = Service(sampler, model, self._conversations, tool_parser, timeout_s, chunk_tokens)
         self._service.session()  # refuses a parser that is none
@@ -78,7 +78,7 @@ class OpenAIEndpoint:
         await self._service.sampler()
         from sglrollout.serve.server import Server
 
-        bound = _bind(self._host, self._port)
+        bound = bound_socket(self._host, self._port)
         self._port = bound.getsockname()[1]
         self._server = Server(self._service, self._key, bound)
         try:
@@ -107,8 +107,7 @@ class OpenAIEndpoint:
         """
         if self._server is None:
             raise LifecycleError('this endpoint is not open yet: use "async with"')
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}/v1"
+        return f"{url_of(self._host, self._port)}/v1"
 
     @property
     def api_key(self) -> str:
@@ -156,32 +155,8 @@ class OpenAIEndpoint:
         return completion
 
 
-def _check(model: str, host: str, port: int, api_key: str | None, max_conversations: int) -> None:
-    for name, value in (("model_name", model), ("host", host)):
-        if not isinstance(value, str) or not value.strip():
-            raise ConfigError(name, value, "must be a text that is not empty")
-    if type(port) is not int or not 0 <= port < 65536:
-        raise ConfigError("port", port, "must be an integer from 0 to 65535")
-    if api_key is not None and not (isinstance(api_key, str) and api_key and all("!" <= c <= "~" for c in api_key)):
-        raise ConfigError("api_key", "...", "must be a text of ASCII characters without spaces")
+def _check(model: str, max_conversations: int) -> None:
+    if not isinstance(model, str) or not model.strip():
+        raise ConfigError("model_name", model, "must be a text that is not empty")
     if type(max_conversations) is not int or max_conversations < 1:
         raise ConfigError("max_conversations", max_conversations, "must be an integer of at least 1")
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address.
-
-    Raises:
-        ConfigError: the port is taken or not allowed, or the host is none of this machine's.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle's delays on
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise ConfigError("port", port, f"must be one that is free on {host} ({error.strerror})") from error
-        raise ConfigError("host", host, f"must be an address of this machine ({error})") from error
-    return bound
