@@ -339,7 +339,7 @@ def _serve() -> None:
 if __name__ in ("__main__", "__mp_main__"):  # the latter in the processes that SGLang spawns
     from sglrollout.engine import cpu_support
 
-    cpu_support.enable()
+    cpu_support.enable(num_threads=1)  # more of them wait for each other where there are few cores
     _absent("soundfile")
     if __name__ == "__main__":
         _serve()
