@@ -236,6 +236,24 @@ class ScriptedServer:
         return {"text": "", "output_ids": list(ids), "meta_info": {**meta, "weight_versions": spans} if last else meta}
 
 
+class ScriptedRouter(ScriptedServer):
+    """Hands requests to its workers in turn, as SGLang's router does."""
+
+    def __init__(self, *workers: ScriptedServer) -> None:
+        super().__init__()
+        self.workers, self._turn = list(workers), 0
+
+    async def _handle(self, exchange: Exchange, reader: asyncio.StreamReader) -> None:
+        self.told.append(exchange.path)
+        if exchange.path == "/workers":
+            await exchange.answer({"workers": [{"url": worker.url, "is_healthy": True} for worker in self.workers]})
+        elif exchange.path == "/generate":
+            self._turn += 1
+            await self.workers[self._turn % len(self.workers)]._handle(exchange, reader)
+        else:
+            await exchange.answer(b"", 404)
+
+
 @asynccontextmanager
 async def rollout_of(
     model: Path, *servers: ScriptedServer, remote: Any = None, **options: Any
@@ -339,7 +357,7 @@ def _serve() -> None:
 if __name__ in ("__main__", "__mp_main__"):  # the latter in the processes that SGLang spawns
     from sglrollout.engine import cpu_support
 
-    cpu_support.enable()
+    cpu_support.enable(num_threads=1)  # more of them wait for each other where there are few cores
     _absent("soundfile")
     if __name__ == "__main__":
         _serve()

@@ -16,6 +16,7 @@ import pytest
 import sglrollout as sr
 from sglrollout import _serve_command
 from sglrollout.cli import _parser
+from sglrollout.engine.installed import server_arg_names
 from tests.pages import DOCS, PAGES, ROOT, blocks, spans
 
 OF_THE_READER = {"train.py", "dispatch.json", "doctor.json", "reward.png"}
@@ -26,6 +27,9 @@ FOREIGN = {"echo", ".", "for", "do", "done", "wait", "curl", "ssh"}
 
 OURS = ("nox", "pip", "pytest", "python", "python3", "sglrollout", "torchrun")
 """What a command of ours begins with."""
+
+ELSEWHERE = {"--disable-retries"}
+"""Options of SGLang's router."""
 
 SCRIPTS_OF_SESSIONS = {"demo": "examples/quickstart.py", "chaos": "tests/chaos.py", "soak": "tests/soak.py"}
 
@@ -83,7 +87,7 @@ def wrong(words: list[str]) -> list[str]:
     if program == "pytest":
         return wrong_tests(rest)
     if program in ("python", "python3") and rest[:1] == ["-m"]:
-        return [] if rest[1] in ("asyncio", "venv") else wrong(rest[1:])
+        return [] if rest[1] in ("asyncio", "venv", "sglang.launch_server") else wrong(rest[1:])
     if program in ("python", "python3", "torchrun"):
         return wrong_script(rest)
     return [program]
@@ -163,7 +167,8 @@ def test_commands_on_a_page_name_what_there_is(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in PAGES if path != DOCS / "migration.md"], ids=lambda path: path.name)
 def test_options_in_the_text_of_a_page_exist_in_some_script(path: Path) -> None:
-    known = {"--fix", "--json"}.union(*map(options_of, scripts()), options_of_ours(_parser()))
+    known = {"--fix", "--json", *ELSEWHERE}.union(*map(options_of, scripts()), options_of_ours(_parser()))
+    known |= {f"--{name.replace('_', '-')}" for name in server_arg_names()}
     given = {word for span in spans(path) if span.startswith("--") for word in span.split() if word.startswith("--")}
     assert given <= known
 

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 import sglrollout as sr
-from tests.remote import Exchange, ScriptedServer, continued, rollout_of, until
+from tests.remote import Exchange, ScriptedRouter, ScriptedServer, continued, rollout_of, until
 
 PROMPT = [5, 6, 7]
 SHORT = sr.Sampling(max_new_tokens=20)
@@ -736,3 +736,69 @@ async def test_tool_calls_are_parsed_by_the_server(server: ScriptedServer, tiny_
         assert answer == {"content": "so", "calls": [["add", '{"a": 1}']]}
         answer = await engine_of(rollout).command("parse_tool_calls", 1.0, text="so", **arguments)
         assert answer == {"content": "so", "calls": []}
+
+
+# ------------------------------------------------------------ a router
+
+
+async def test_a_router_and_its_workers_are_one_engine(
+    server: ScriptedServer, other: ScriptedServer, tiny_model: Path
+) -> None:
+    server.info = other.info = {"tp_size": 2}
+    async with ScriptedRouter(server, other) as router, rollout_of(tiny_model, router, remote={"router": True}) as pool:
+        (status,) = pool.engines
+        assert status.info is not None
+        assert (status.info.tp_size, status.info.max_running_requests, status.limit) == (4, 128, 128)
+        for group in await pool.generate([PROMPT] * 6, sampling=SHORT):
+            check(group.completions[0])
+        assert router.told.count("/generate") == 6
+        assert server.told.count("/generate") == other.told.count("/generate") == 3
+        engine = engine_of(pool)
+        joined = {"master_address": "h", "master_port": 1, "world_size": 5, "group_name": "g", "backend": "nccl"}
+        await engine.command("init_group", 1.0, rank_offset=1, **joined)
+        await engine.command("pause", 1.0, mode="retract")
+        await engine.command("resume", 1.0, version=1, flush=True)
+        offsets = set()
+        for worker in (server, other):
+            assert worker.label == "1"
+            assert worker.goes_on.is_set()
+            assert worker.told.count("/flush_cache") == 1
+            bodies = zip(worker.told, worker.bodies, strict=True)
+            offsets |= {body["rank_offset"] for path, body in bodies if path == "/init_weights_update_group"}
+        assert offsets == {1, 3}
+        assert set(router.told) == {"/generate", "/workers"}
+
+
+async def test_a_router_says_that_it_is_one(server: ScriptedServer, tiny_model: Path) -> None:
+    async with ScriptedRouter(server) as router:
+        with pytest.raises(sr.EngineStartError, match="for a router, give router=True"):
+            async with rollout_of(tiny_model, router):
+                pass
+
+
+async def test_workers_that_are_not_alike_are_refused(
+    server: ScriptedServer, other: ScriptedServer, tiny_model: Path
+) -> None:
+    other.info = {"tp_size": 2}
+    async with ScriptedRouter(server, other) as router:
+        with pytest.raises(sr.EngineStartError, match="its workers differ in their tp_size: 1, 2"):
+            async with rollout_of(tiny_model, router, remote={"router": True}):
+                pass
+
+
+async def test_an_option_that_a_router_drops_is_refused(server: ScriptedServer, tiny_model: Path) -> None:
+    async with ScriptedRouter(server) as router, rollout_of(tiny_model, router, remote={"router": True}) as pool:
+        with pytest.raises(sr.EngineRequestError, match=r"drops sampling.logit_bias"):
+            await one(pool, SHORT.replace(logit_bias={5: 1.0}))
+
+
+async def test_a_worker_that_joins_a_router_is_told_too_and_serves_no_other_weights(
+    server: ScriptedServer, other: ScriptedServer, tiny_model: Path
+) -> None:
+    server.label = "3"
+    async with ScriptedRouter(server) as router, rollout_of(tiny_model, router, remote={"router": True}) as pool:
+        router.workers.append(other)
+        engine_of(pool)._health._num_looks = 7
+        await until(lambda: pool.engines[0].state == "stale")
+        other.label = "3"
+        assert "/server_info" in other.told

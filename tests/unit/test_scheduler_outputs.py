@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrollout.engine.scheduler_outputs import _output, to_finish
+from sglrollout.engine.finish_reasons import to_finish
+from sglrollout.engine.scheduler_outputs import _output
 from sglrollout.wire.messages import Output
 from tests.scheduler_requests import request, sample
 

@@ -68,6 +68,7 @@ def test_sglang_is_given_the_options_under_its_own_names() -> None:
 def test_the_log_does_not_grow_with_each_request_unless_asked_for() -> None:
     assert arguments()["log_level_http"] == "warning"
     assert arguments(engine_args={"log_level_http": "info"})["log_level_http"] == "info"
+    assert arguments()["incremental_streaming_output"] is True
 
 
 def test_nodes_are_passed_on() -> None:

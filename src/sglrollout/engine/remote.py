@@ -21,7 +21,7 @@ from sglrollout.engine.remote_flights import Flights
 from sglrollout.engine.remote_health import Health
 from sglrollout.engine.remote_model import facts_of
 from sglrollout.engine.remote_options import check_key, check_seconds, checked_url
-from sglrollout.engine.remote_router import workers_of
+from sglrollout.engine.remote_router import DROPPED, workers_of
 from sglrollout.engine.remote_server import (
     Access,
     Facts,
@@ -191,6 +191,7 @@ class RemoteEngine:
             self._health,
             incremental=facts[0].incremental,
             idle_s=self._idle_s,
+            refused=DROPPED if self._is_router else (),
             orphans=self._orphans,
             is_paused=lambda: commands.paused,
             on_output=self._note_output,
@@ -216,7 +217,8 @@ class RemoteEngine:
             except NotSGLangError as error:
                 raise UnsuitableError(str(error)) from None
             except RefusedError as error:
-                raise UnsuitableError(refusal(error, "api_key")) from None
+                hint = "" if error.status != 404 or self._is_router else ": for a router, give router=True"
+                raise UnsuitableError(f"{refusal(error, 'api_key')}{hint}") from None
             except UnreachableError as error:
                 self._stage = f"waiting for {self.url}: {error}"
             await self._close_servers()
@@ -318,24 +320,32 @@ class RemoteEngine:
         return len(self._flights) if self._flights is not None else 0
 
     async def _watch(self) -> None:
-        """Ask for its load until it does not answer, and for its weight version, which only this pool changes."""
-        while True:
-            reason = await self._health.look(busy=bool(self._num_inflight)) or await self._foreign_weights()
-            if reason:
-                self._die(reason)
-                return
+        """Ask for its load until it does not answer, and what its weights are, which only this pool changes."""
+        while not (reason := await self._health.look(busy=bool(self._num_inflight))):
+            if self._health.is_due:
+                try:
+                    reason = await self._foreign_workers() or await self._foreign_weights()
+                except (UnreachableError, RefusedError):
+                    continue  # the next look will say
+                if reason:
+                    break
+        self._die(reason)
+
+    async def _foreign_workers(self) -> str:
+        """Why a router's workers are not those that are told what this pool wants, if so."""
+        if not self._is_router or self._http is None:
+            return ""
+        known, found = {server.url for server in self._servers}, set(await workers_of(self._http, self._dead_after_s))
+        return "" if known == found else f"its workers were {sorted(known)}, and are {sorted(found)}"
 
     async def _foreign_weights(self) -> str:
         """Why its weights are not this pool's any more, if so: it was restarted too quickly for a probe to see it."""
         commands = self._commands
         assert commands is not None
-        if self._pending or commands.paused or not self._health.is_due:
+        if self._pending or commands.paused:
             return ""
         expected = commands.label
-        try:
-            labels = [await server.label(self._dead_after_s) for server in self._servers]
-        except (UnreachableError, RefusedError):
-            return ""  # the next probe will say
+        labels = [await server.label(self._dead_after_s) for server in self._servers]
         if self._pending or commands.label != expected or all(label == expected for label in labels):
             return ""
         found = ", ".join(map(repr, labels))

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from sglrollout.engine.finish_reasons import to_finish
 from sglrollout.engine.http import UnreachableError, is_gateway_status, quoted
 from sglrollout.engine.protocol import Request
-from sglrollout.engine.scheduler_outputs import to_finish
 from sglrollout.types import VersionSpan
 from sglrollout.wire.messages import Finish, Output
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 
 import anyio
@@ -63,6 +63,7 @@ class Flights:
         servers: what they are dropped by.
         incremental: streams bring new tokens alone.
         idle_s: between two parts of a stream, unless the engine ``is_paused``.
+        refused: options of sampling that would not reach the server.
         orphans: ids of requests that a server may still run, and nobody wants; they outlive this life.
         on_output: something has come.
         on_broken: called with the reason when it answers probes and no request.
@@ -78,6 +79,7 @@ class Flights:
         *,
         incremental: bool,
         idle_s: float,
+        refused: Collection[str],
         orphans: dict[str, None],
         is_paused: Callable[[], bool],
         on_output: Callable[[], None],
@@ -85,6 +87,7 @@ class Flights:
     ) -> None:
         self._name, self._url, self._http, self._servers, self._health = name, url, http, servers, health
         self._incremental, self._idle_s, self._orphans = incremental, idle_s, orphans
+        self._refused = refused
         self._is_paused, self._on_output, self._on_broken = is_paused, on_output, on_broken
         self._flights: dict[int, _Flight] = {}
         self._tasks: TaskGroup | None = None
@@ -197,6 +200,9 @@ class Flights:
         Raises:
             UnreachableError, RefusedError
         """
+        for name in self._refused:
+            if name in flight.request.sampling:
+                raise RefusedError(400, f"SGLang's router drops sampling.{name} without a word")
         for number in itertools.count(1):
             try:
                 await self._ask(flight)

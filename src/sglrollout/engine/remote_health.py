@@ -64,7 +64,8 @@ class Health:
             except UnreachableError as error:
                 if number == _MOST_FAILURES:
                     return f"it does not answer: {error}"
-                await anyio.sleep(_REFUSED_S if error.refused else self._each_s - (time.monotonic() - begun))
+                left_s = self._each_s - (time.monotonic() - begun)  # none, where this process had no turn meanwhile
+                await anyio.sleep(_REFUSED_S if error.refused else max(0.0, left_s))
         for answered in waiting:
             answered.set()
         return ""

@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import zmq
 
+from sglrollout.engine.finish_reasons import to_finish
 from sglrollout.wire.messages import Finish, Output
 
 _METHOD = "_stream_output_generation"
 _PARAMETERS = ["self", "reqs", "return_logprob", "skip_req", "is_idle_batch"]
 _UNSTREAMED_INTERVAL = 50
-_NAN = "NaN happened"  # how SGLang ends a request on NaN logits: as if it had matched this stop string
 
 
 class Step(msgspec.Struct, array_like=True):
@@ -165,15 +165,3 @@ def _interval(req: Any, sent: int) -> int:
 
 def _number(rid: str) -> int:
     return int(rid, 16)
-
-
-def to_finish(reason: dict[str, Any], prompt_tokens: int = 0, cached_tokens: int = 0) -> Finish:
-    """SGLang's finish reason in our words: an abort that carries an error status is an error."""
-    kind, message = reason.get("type", "error"), str(reason.get("message") or "")
-    if kind == "abort" and reason.get("status_code"):
-        kind = "error"
-    if reason.get("matched") == _NAN:
-        return Finish("error", message="the model produced NaN, or a token outside its vocabulary")
-    if kind not in ("stop", "length", "abort", "error"):
-        kind, message = "error", f"unknown finish reason {reason}"
-    return Finish(kind, reason.get("matched"), message, prompt_tokens or 0, cached_tokens or 0)

@@ -305,8 +305,9 @@ def served_args(
 ) -> dict[str, Any]:
     """Arguments of SGLang's ``ServerArgs`` for a server."""
     of_the_server = {"host": host, "port": port, "api_key": api_key, **nodes.arguments()}
-    # At SGLang's own level each request is a line, and the log has no bound.
-    return {"log_level_http": "warning", **server_args(config, placement, 0), **of_the_server}
+    # At SGLang's own level each request is a line, and the log has no bound. Else each part of a stream repeats all.
+    defaults = {"log_level_http": "warning", "incremental_streaming_output": True}
+    return {**defaults, **server_args(config, placement, 0), **of_the_server}
 
 
 def reason_in(log: str) -> str:

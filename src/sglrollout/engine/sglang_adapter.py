@@ -29,8 +29,8 @@ import zmq.asyncio
 
 from sglrollout.engine import cpu_support, scheduler_agent, scheduler_outputs
 from sglrollout.engine.environment import not_for_engines, within_the_engine
+from sglrollout.engine.finish_reasons import to_finish
 from sglrollout.engine.scheduler_main import ignore_sigquit, note_shared_memory, run_detokenizer, run_scheduler
-from sglrollout.engine.scheduler_outputs import to_finish
 from sglrollout.engine.tool_calls import parse_tool_calls
 from sglrollout.errors import EngineRequestError
 from sglrollout.wire.messages import EncodedOutputs, EngineInfo, Finish, Generate, Launch, Load, Output, Outputs

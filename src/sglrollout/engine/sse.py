@@ -55,4 +55,4 @@ class EventReader:
         if name == b"data":
             value = value[1:] if value[:1] == b" " else value
             self._lines.append(value)
-            self._num_bytes += len(value)
+            self._num_bytes += len(line) + 1
