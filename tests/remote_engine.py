@@ -40,6 +40,8 @@ class RemoteEngine(ScriptedEngine):
         self.groups: dict[str, list[Any]] = {}
         self.num_groups = 0
         self.is_updating = False
+        self.is_waiting = False
+        """For a broadcast."""
 
     def _describe(self) -> EngineInfo:
         return msgspec.structs.replace(super()._describe(), remote=True, tp_size=self.tp_size)
@@ -98,14 +100,7 @@ class RemoteEngine(ScriptedEngine):
 
         async def receive(tp_rank: int) -> None:
             group = self.groups[group_name][tp_rank]
-            options = dist.BroadcastOptions()
-            options.rootRank = 0
-            try:
-                await anyio.to_thread.run_sync(
-                    lambda: group.broadcast([flats[tp_rank]], options).wait(), abandon_on_cancel=True
-                )
-            except RuntimeError as error:
-                raise EngineRequestError(self.name, f"receive_weights failed: {error}") from error
+            await anyio.to_thread.run_sync(lambda: self._wait_for(group, flats[tp_rank]), abandon_on_cancel=True)
 
         async with anyio.create_task_group() as tasks:
             for tp_rank in range(self.tp_size):
@@ -118,6 +113,17 @@ class RemoteEngine(ScriptedEngine):
         self._loaded = True
         await self.after_receiving(names)
 
+    def _wait_for(self, group: Any, flat: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self.is_waiting = True
+        try:
+            group.broadcast([flat], options).wait()
+        except RuntimeError as error:
+            raise EngineRequestError(self.name, f"receive_weights failed: {error}") from error
+        finally:
+            self.is_waiting = False
+
     async def _remote_load_from_disk(self, path: str) -> None:
         for file in sorted(Path(path).glob("*.safetensors")):
             self.received |= load_file(file)
@@ -126,7 +132,7 @@ class RemoteEngine(ScriptedEngine):
 
 def joined(name: str, rank: int, master_address: str, master_port: int, world_size: int, backend: str) -> Any:
     """A rank of a group, by the names under which SGLang's ``init_custom_process_group`` finds the others."""
-    within = timedelta(seconds=5)
+    within = timedelta(seconds=25)
     store = dist.TCPStore(master_address, master_port, is_master=False, timeout=within)
     prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
     return dist.ProcessGroupGloo(prefixed, rank, world_size, within)

@@ -169,6 +169,35 @@ async def test_an_engine_that_cannot_take_a_bucket_ends_the_sync_for_all_at_once
         assert all(are_equal(engine, b.sent) for engine in engines)
 
 
+async def test_an_engine_that_waits_for_a_broadcast_which_will_not_come_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broadcast = Group.broadcast
+
+    def stuck(group: Group, tensor: torch.Tensor, wait: Callable[[Callable[[], bool], str], None]) -> None:
+        if tensor.numel() > 4:  # it is not the trial
+            wait(lambda: False, "it is stuck")
+        broadcast(group, tensor, wait)
+
+    monkeypatch.setattr(Group, "broadcast", stuck)
+    engines = [RemoteEngine("remote-0"), RemoteEngine("remote-1")]
+
+    class Failing(RemoteEngine):
+        async def before_receiving(self, names: list[str]) -> None:
+            while "sglrollout.trial" not in names:
+                if engines[0].is_waiting:
+                    raise sr.EngineRequestError(self.name, "out of luck")
+                await anyio.sleep(0.01)
+
+    engines[1] = Failing("remote-1")
+    async with bench(*engines) as b:
+        with pytest.raises(sr.WeightSyncError, match="out of luck"):
+            await b.syncer.sync()
+        with anyio.fail_after(15):  # its own deadline is beyond that
+            while engines[0].is_waiting:
+                await anyio.sleep(0.05)
+
+
 async def test_an_engine_that_does_not_join_changes_nothing() -> None:
     engines = [RemoteEngine("remote-0"), RemoteEngine("remote-1", fail=failing("init_group"))]
     async with bench(*engines) as b:

@@ -86,6 +86,7 @@ class Group:
         """
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        work: Any = None
         try:
             work = self._group.broadcast([tensor], options)
             wait(work.is_completed, "a bucket was not taken by all remote engines")
@@ -94,6 +95,8 @@ class Group:
                 torch.cuda.synchronize(self._device)
         except (RuntimeError, ValueError) as error:
             raise WeightSyncError("transfer", f"the broadcast to remote engines broke: {error}") from error
+        finally:
+            work = None  # it has the connections, and an exception has this frame
 
     def close(self) -> None:
         """Leave it, whatever goes on in it: others find their connections closed. With gloo, which cannot be stopped,

@@ -74,11 +74,19 @@ class Worker:
         import torch
 
         with torch.no_grad():
-            while (item := calls.get()) is not None:
-                self._here.cancelled = item.cancelled
-                try:
-                    if self.device is not None:
-                        torch.cuda.set_device(self.device)
-                    item.future.set_result(item.call())
-                except BaseException as error:
-                    item.future.set_exception(error)
+            while self._serve_one(calls.get()):
+                pass  # nothing of a call is held until the next one comes
+
+    def _serve_one(self, item: _Call | None) -> bool:
+        if item is None:
+            return False
+        import torch
+
+        self._here.cancelled = item.cancelled
+        try:
+            if self.device is not None:
+                torch.cuda.set_device(self.device)
+            item.future.set_result(item.call())
+        except BaseException as error:
+            item.future.set_exception(error)
+        return True
