@@ -63,7 +63,8 @@ class Commands:
         return {}
 
     async def _flush(self, timeout_s: float) -> None:
-        params = {"timeout": timeout_s}
+        # SGLang waits for requests to end if it is given a time, and those of a paused engine do not.
+        params = {} if self.paused else {"timeout": timeout_s}
         await self._all(lambda server: server.tell("/flush_cache", timeout_s=timeout_s + _GRACE_S, params=params))
 
     async def _on_pause(self, timeout_s: float, mode: str) -> dict[str, Any]:
