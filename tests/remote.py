@@ -97,6 +97,7 @@ class ScriptedServer:
         self.aborted: list[str] = []
         self.told: list[str] = []
         self.bodies: list[Any] = []
+        self.queries: dict[str, str] = {}
         self.num_probes = self.port = 0
         self.goes_on = asyncio.Event()
         self.goes_on.set()
@@ -157,6 +158,7 @@ class ScriptedServer:
         else:
             self.told.append(exchange.path)
             self.bodies.append(exchange.body)
+            self.queries[exchange.path] = exchange.query
         if exchange.path in self.faults:
             await self.faults[exchange.path](exchange)
         elif self.api_key and exchange.headers.get("authorization") != f"Bearer {self.api_key}":

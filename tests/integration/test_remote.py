@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,6 @@ async def pool(tiny_model: Path, servers: list[RealServer]) -> AsyncIterator[sr.
 def engine_of(pool: sr.AsyncRolloutEngine, index: int) -> Any:
     assert pool._pool is not None
     return pool._pool.members[index].engine
-
-
-def is_running(engine: Any) -> bool:
-    return engine.load is not None and engine.load.num_running > 0
 
 
 async def num_running(server: RealServer) -> int:
@@ -125,37 +120,53 @@ async def test_a_cancelled_sample_frees_the_servers_slot(
             await anyio.sleep(0.05)
 
 
-async def test_tokens_know_the_version_that_a_pause_put_between_them(pool: sr.AsyncRolloutEngine) -> None:
-    """A sample that goes on, and one that is aborted with what it has."""
-    plain = (await by_engine(pool, LONG))["engine-0"]
-    for index in (1, 2):
-        engine = engine_of(pool, index)
-        tasks = [asyncio.ensure_future(by_engine(pool, LONG))]
-        await until(partial(is_running, engine))
-        await engine.command("pause", 10.0, mode="retract")
-        await engine.command("resume", 10.0, version=7, flush=True)
-        (found,) = await asyncio.gather(*tasks)
-        completion = found[f"remote-{index - 1}"]
-        assert completion.token_ids == plain.token_ids
-        assert [span.version for span in completion.weight_versions] == [0, 7]
-        assert completion.weight_versions[0].end == completion.weight_versions[1].start > 0
-        assert completion.weight_versions[1].end == 200
-        await engine.command("resume", 10.0, version=0, flush=False)
+async def read(stream: sr.Stream) -> sr.Completion:
+    """What it says in its chunks, which must be what its completion says."""
+    chunks = [chunk async for chunk in stream]
+    completion = stream.completion
+    assert tuple(token for chunk in chunks for token in chunk.token_ids) == completion.token_ids
+    assert len(completion.logprobs or ()) == len(completion.token_ids)
+    return completion
 
 
-async def test_an_abort_by_a_pause_gives_the_tokens_so_far(pool: sr.AsyncRolloutEngine) -> None:
-    engine = engine_of(pool, 1)
-    task = asyncio.ensure_future(pool.generate([PROMPTS[0]] * 6, sampling=ENDLESS.replace(max_new_tokens=400)))
-    await until(partial(is_running, engine))
+@pytest.mark.parametrize("index", [1, 2])
+async def test_tokens_know_the_version_that_a_pause_put_between_them(pool: sr.AsyncRolloutEngine, index: int) -> None:
+    whole = (await by_engine(pool, LONG))["engine-0"].token_ids
+    engine = engine_of(pool, index)
+    before = engine.num_outputs
+    tasks = [asyncio.ensure_future(read(pool.stream(PROMPTS[0], LONG, chunk_tokens=4))) for _ in range(6)]
+    plain = asyncio.ensure_future(by_engine(pool, LONG))
+    await until(lambda: engine.num_outputs > before + 8)
+    await engine.command("pause", 10.0, mode="retract")
+    await engine.command("resume", 10.0, version=7, flush=True)
+    completions = [*await asyncio.gather(*tasks), *(await plain).values()]
+    assert all(completion.token_ids == whole for completion in completions)
+    mine = [completion for completion in completions if completion.engine == engine.name]
+    for completion in mine:
+        spans = completion.weight_versions
+        assert [span.version for span in spans] in ([0, 7], [7])
+        assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+        assert spans[-1].end == len(whole)
+    assert any(len(completion.weight_versions) == 2 for completion in mine)
+    await engine.command("resume", 10.0, version=0, flush=False)
+
+
+@pytest.mark.parametrize("index", [1, 2])
+async def test_an_abort_by_a_pause_gives_the_tokens_so_far(pool: sr.AsyncRolloutEngine, index: int) -> None:
+    whole = (await by_engine(pool, ENDLESS.replace(max_new_tokens=400)))["engine-0"].token_ids
+    engine = engine_of(pool, index)
+    before = engine.num_outputs
+    sampling = ENDLESS.replace(max_new_tokens=400)
+    tasks = [asyncio.ensure_future(read(pool.stream(PROMPTS[0], sampling, chunk_tokens=4))) for _ in range(6)]
+    await until(lambda: engine.num_outputs > before + 8)
     await engine.command("pause", 10.0, mode="abort")
     await engine.command("resume", 10.0, version=0, flush=True)
-    completions = [group.completions[0] for group in await task]
+    completions = await asyncio.gather(*tasks)
     cut = [completion for completion in completions if completion.finish_reason == "abort"]
-    assert {completion.engine for completion in cut} == {"remote-0"}
-    whole = next(completion for completion in completions if completion.finish_reason == "length")
+    assert {completion.engine for completion in cut} == {engine.name}
     for completion in cut:
-        assert 0 < len(completion.token_ids) == len(completion.logprobs or ())
-        assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+        assert completion.token_ids == whole[: len(completion.token_ids)]
+    assert all(completion.token_ids == whole for completion in completions if completion not in cut)
 
 
 async def test_a_wrong_key_is_refused_at_the_start(tiny_model: Path, servers: list[RealServer]) -> None:

@@ -612,12 +612,15 @@ async def test_a_sync_through_commands_is_told_in_the_order_that_sglang_needs(
         await engine.command("end_update", 1.0)
         answer = await engine.command("resume", 1.0, version=3, flush=True)
         assert set(answer["ranks"][0]) == {"flush_s", "resume_s"}
+        assert server.queries["/flush_cache"] == ""  # SGLang would wait for the paused requests to end
+        await engine.command("flush_cache", 1.0)
+        assert server.queries["/flush_cache"] == "timeout=1.0"
         await engine.command("destroy_group", 1.0, group_name="g")
         told = [path for path in server.told if path != "/model_info"]
         assert told == [
             *("/init_weights_update_group", "/pause_generation", "/update_weight_version", "/begin_weight_update"),
             *("/update_weights_from_distributed", "/end_weight_update", "/update_weight_version", "/flush_cache"),
-            *("/continue_generation", "/destroy_weights_update_group"),
+            *("/continue_generation", "/flush_cache", "/destroy_weights_update_group"),
         ]
         bodies = dict(zip(server.told, server.bodies, strict=True))
         assert bodies["/init_weights_update_group"] == {**group, "backend": "nccl"}

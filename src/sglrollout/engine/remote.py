@@ -367,6 +367,8 @@ class RemoteEngine:
         assert self._flights is not None
         request.request_id = self._next_id
         self._next_id += 1
+        if not len(self._flights):
+            self._health.hurry()
         self._flights.add(request, f"{self._prefix}{request.request_id:016x}")
 
     def _check_alive(self) -> None:

@@ -63,8 +63,8 @@ class Commands:
         return {}
 
     async def _flush(self, timeout_s: float) -> None:
-        # While it waits, SGLang counts retracted requests as running ones, which they are not.
-        params = {"timeout": 0.0 if self.paused and self._mode == "retract" else timeout_s}
+        # SGLang waits for requests to end if it is given a time, and those of a paused engine do not.
+        params = {} if self.paused else {"timeout": timeout_s}
         await self._all(lambda server: server.tell("/flush_cache", timeout_s=timeout_s + _GRACE_S, params=params))
 
     async def _on_pause(self, timeout_s: float, mode: str) -> dict[str, Any]:

@@ -43,6 +43,10 @@ class Health:
         with anyio.move_on_after(2 * _MOST_FAILURES * self._each_s):
             await answered.wait()
 
+    def hurry(self) -> None:
+        """Look now: it may have been a while, as nothing ran."""
+        self._asked.set()
+
     async def look(self, busy: bool) -> str:
         """One look, after a while, or as soon as somebody waits for a verdict.
 
