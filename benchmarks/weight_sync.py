@@ -359,16 +359,23 @@ def run_ways(args: argparse.Namespace) -> list[dict[str, Any]]:
         if way == "fsdp":
             launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
             command = [sys.executable, *launcher, *command[1:]]
-        tail: deque[str] = deque(maxlen=30)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                tail.append(line)
-                if line.startswith(_RESULT):
-                    rows.append(json.loads(line[len(_RESULT) :]))
-                    print(f"{rows[-1]['row']}: {rows[-1]['ms']:.1f} ms", file=sys.stderr, flush=True)
-        if process.returncode:
-            print(f"{way} ended with exit code {process.returncode}\n{''.join(tail)}")
+        rows += rows_of(way, command)
+    return rows
+
+
+def rows_of(way: str, command: list[str]) -> list[dict[str, Any]]:
+    """What a process says, as it says it."""
+    rows: list[dict[str, Any]] = []
+    tail: deque[str] = deque(maxlen=30)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            tail.append(line)
+            if line.startswith(_RESULT):
+                rows.append(json.loads(line[len(_RESULT) :]))
+                print(f"{rows[-1]['row']}: {rows[-1]['ms']:.1f} ms", file=sys.stderr, flush=True)
+    if process.returncode:
+        print(f"{way} ended with exit code {process.returncode}\n{''.join(tail)}")
     return rows
 
 

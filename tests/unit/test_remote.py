@@ -637,8 +637,8 @@ async def test_a_checkpoint_is_loaded_from_a_disk(server: ScriptedServer, tiny_m
         await engine.command("load_from_disk", 1.0, path="/shared/step-1")
         bodies = dict(zip(server.told, server.bodies, strict=True))
         assert bodies["/update_weights_from_disk"] == {
-            **{"model_path": "/shared/step-1", "flush_cache": False, "abort_all_requests": False},
-            "keep_pause": True,
+            **{"model_path": "/shared/step-1", "load_format": "safetensors"},
+            **{"flush_cache": False, "abort_all_requests": False, "keep_pause": True},
         }
         assert server.label == "sglrollout-loading"
 

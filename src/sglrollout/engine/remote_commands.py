@@ -180,12 +180,13 @@ class Commands:
         await self._check("/update_weights_from_distributed", body, timeout_s)
         return {}
 
-    async def _on_load_from_disk(self, timeout_s: float, path: str, load_format: str | None = None) -> dict[str, Any]:
-        """Load a checkpoint from a directory that the servers see under this path; they stay paused."""
+    async def _on_load_from_disk(self, timeout_s: float, path: str) -> dict[str, Any]:
+        """Load safetensors files from a directory that the servers see under this path; they stay paused."""
         await self._relabel(LOADING, timeout_s)
-        body = {"model_path": path, "flush_cache": False, "abort_all_requests": False, "keep_pause": True}
-        if load_format is not None:
-            body["load_format"] = load_format
+        body = {
+            **{"model_path": path, "load_format": "safetensors"},  # a server may have been started with another format
+            **{"flush_cache": False, "abort_all_requests": False, "keep_pause": True},
+        }
         await self._check("/update_weights_from_disk", body, timeout_s)
         return {}
 
