@@ -268,7 +268,9 @@ async def test_what_a_sync_cuts_goes_on_from_its_tokens_whatever_becomes_of_thos
         session.add_tokens(PROMPT)
         turn = asyncio.ensure_future(session.generate())
         await until(lambda: only.num_tokens > 40)
+        only.hang = True  # so that it does not come to its end before the sync
         await syncer.sync("abort")
+        only.hang = False
         completion = (await turn).completion
     assert completion.token_ids == WHOLE
     assert [span.version for span in completion.weight_versions] == [0, 1]
