@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 
+import sglrollout as sr
 from tests.namespaces import TwoHosts, listening, two_hosts, why_not
+from tests.reference import answers_like, trained
+from tests.remote import until
 from tests.serve_command import ServeCommand
 
 pytestmark = pytest.mark.slow
@@ -49,7 +50,8 @@ def apart(tiny_model: Path) -> Iterator[Apart]:
         pytest.skip(reason)
     with two_hosts() as hosts, tempfile.TemporaryDirectory(prefix="t-") as temporary:
         key, host = Path(temporary, "key"), hosts.server
-        given = [str(tiny_model), "--host", host.address, "--port", str(PORT), "--api-key-file", str(key)]
+        given = [str(tiny_model), "--host", host.address, "--port", str(PORT)]
+        given += ["--api-key-file", str(key)]
         command = ServeCommand(given, Path(temporary), {"GLOO_SOCKET_IFNAME": host.interface}, host.popen)
         try:
             yield Apart(hosts, command, command.address(), key.read_text().strip())
@@ -83,31 +85,34 @@ def test_a_cable_that_is_cut_fails_a_request_in_time_and_the_server_is_there_aga
     assert apart.ask().status_code == 200
 
 
-def test_a_trainer_on_another_host_joins_a_group_over_the_interface_that_the_user_names(apart: Apart) -> None:
-    """By which it sends weights: once the server is up, its processes are not confined to the loopback interface."""
-    code = (
-        "import sys\n"
-        "from sglrollout.engine import cpu_support\n"
-        "cpu_support.enable()\n"
-        "from sglang.srt.utils import init_custom_process_group\n"
-        "where = {'backend': 'gloo', 'init_method': f'tcp://{sys.argv[1]}:29600', 'group_name': 'weights'}\n"
-        "print('joining', flush=True)\n"
-        "init_custom_process_group(world_size=2, rank=0, **where)\n"
-        "print('joined', flush=True)\n"
-    )
-    trainer = apart.hosts.trainer
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": trainer.interface}
-    command = [sys.executable, "-c", code, trainer.address]
-    ask = {"master_address": trainer.address, "master_port": 29600, "rank_offset": 1, "world_size": 2}
-    with trainer.popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "joining\n"
-            joined = apart.ask("/init_weights_update_group", {**ask, "group_name": "weights", "backend": "gloo"})
-            assert joined.json()["success"], joined.text
-            assert process.stdout.read() == "joined\n"
-        finally:
-            process.kill()
+def test_a_rollout_on_another_host_samples_and_syncs_and_does_so_again_after_the_cable_was_cut(
+    apart: Apart, tiny_model: Path
+) -> None:
+    async def train() -> None:
+        import torch
+
+        model = trained(tiny_model, 1)
+        remote = [sr.RemoteEngine(apart.url, api_key=apart.key, dead_after_s=3.0)]
+        options: dict[str, Any] = {"max_restarts": 20, "restart_delay_s": 0.1, "progress": False}
+        async with (
+            sr.AsyncRolloutEngine(tiny_model, num_engines=0, remote=remote, **options) as rollout,
+            sr.WeightSyncer(rollout, sr.ModuleSource(model), timeout_s=30.0) as syncer,
+        ):
+            assert not await answers_like(rollout, model)
+            assert (await syncer.sync()).method == "broadcast"
+            assert await answers_like(rollout, model)
+            with apart.hosts.cut():
+                await until(lambda: rollout.engines[0].state == "restarting", 60.0)
+            await until(lambda: rollout.engines[0].state == "ready", 60.0)  # with the weights that it had
+            assert await answers_like(rollout, model)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.05)
+            await syncer.sync()
+            assert await answers_like(rollout, model)
+
+    with apart.hosts.trainer.entered():
+        anyio.run(train)
 
 
 def test_sigterm_ends_it_and_leaves_nothing(apart: Apart) -> None:
