@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 
 from _shapes import SHAPES, write_model
-from weight_sync import cpu_support, make_model, measure_sync, print_table, rollout_options, rows_of, say, timed
+from weight_sync import cpu_support, make_model, measure_sync, rollout_options, rows_of, say, show, timed
 
 BUCKET_MB = (128, 512, 1024)
 
@@ -90,9 +89,7 @@ def main() -> None:
             *rows_of("floor", [sys.executable, *ranks, __file__, *sys.argv[1:], "--way", "floor"]),
             *rows_of("sync", [sys.executable, __file__, *sys.argv[1:], "--way", "sync"]),
         ]
-        print_table(rows)
-        if args.json:
-            Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        show(args, rows)
         return
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory), args.shape)

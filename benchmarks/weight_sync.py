@@ -379,6 +379,13 @@ def rows_of(way: str, command: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Print the table; write the file, if one is wanted."""
+    print_table(rows)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     print(f"{'way':<52} {'ms':>8} {'first':>8} {'extra MB':>9}  " + " ".join(f"{p[:-2]:>9}" for p in _PHASES))
     for row in rows:
@@ -405,10 +412,7 @@ def main() -> None:
     parser.add_argument("--way", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way is None:
-        rows = run_ways(args)
-        print_table(rows)
-        if args.json:
-            Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        show(args, run_ways(args))
         return
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory), args.shape)
