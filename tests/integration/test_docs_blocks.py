@@ -133,9 +133,14 @@ def machine(
 
 
 @asynccontextmanager
-async def described(*given: Any, **options: Any) -> AsyncIterator[sr.SGLangServer]:
+async def described(*given: Any, **options: Any) -> AsyncIterator[SimpleNamespace]:
     """A server whose options are right, and that is not started."""
-    yield launch_server(*given, **options)
+    server = launch_server(*given, **options)
+
+    async def wait() -> None:
+        assert server.stage == "not started"
+
+    yield SimpleNamespace(url="http://10.0.0.2:30000", pid=1, api_key=server.api_key, wait=wait)
 
 
 def left(sample: Sample) -> int:
