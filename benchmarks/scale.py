@@ -25,7 +25,7 @@ Weight syncs, of one tensor of 8 numbers, over the portable path:
 
     start us         to start a rollout, for each engine
     first ms         a sync that plans
-    again ms         one with a plan that holds: pause, four commands, resume
+    again ms         one with a plan that holds: pause, three commands, resume
     again us         the same, for each engine
     died ms          one after an engine has died: it plans anew, without that
     back ms          one after that engine has come back: it plans anew
