@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -637,3 +638,48 @@ async def test_among_a_thousand_engines_few_are_looked_at_for_a_sample() -> None
         leases[number].release()
         await dispatcher.acquire(key=number % 50)
     assert Watched.num_looks <= 5 * 1000
+
+
+class Share(float):
+    """A share of a limit that counts how often it is compared."""
+
+    num_comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        Share.num_comparisons += 1
+        return float(self) == other
+
+    def __lt__(self, other: float) -> bool:
+        Share.num_comparisons += 1
+        return float(self) < other
+
+    __hash__ = float.__hash__
+
+
+class CountedLimit(int):
+    def __rtruediv__(self, num_inflight: int) -> Share:
+        return Share(num_inflight / int(self))
+
+
+async def comparisons_of(num_engines: int, num_samples: int, queued: bool) -> float:
+    """For each sample: to free a slot and to give it to the next one, which waits for it already if ``queued``."""
+    dispatcher = Dispatcher([Target(limit=CountedLimit(16)) for _ in range(num_engines)])
+    num_held = 16 * num_engines if queued else 8 * num_engines
+    leases = [await dispatcher.acquire(key=number // 8) for number in range(num_held)]
+    tasks = [await waiting(dispatcher, key=number // 8) for number in range(num_samples if queued else 0)]
+    Share.num_comparisons = 0
+    for number in range(num_samples):
+        leases[number].release()
+        if not queued:
+            await dispatcher.acquire(key=number // 8)
+    assert dispatcher.num_queued == 0
+    num_comparisons = Share.num_comparisons
+    await asyncio.gather(*tasks)
+    return num_comparisons / num_samples
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["free", "queued"])
+async def test_what_a_sample_costs_grows_with_the_logarithm_of_the_engines(queued: bool) -> None:
+    costs = {num_engines: await comparisons_of(num_engines, 64, queued) for num_engines in (8, 64, 1024)}
+    assert all(0 < cost <= 12 * math.log2(num_engines) for num_engines, cost in costs.items()), costs
+    assert costs[1024] / costs[64] <= math.log2(1024) / math.log2(64)

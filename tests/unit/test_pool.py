@@ -59,6 +59,22 @@ async def turns(count: int = 10) -> None:
         await asyncio.sleep(0)
 
 
+# ------------------------------------------------------------ many engines
+
+
+@pytest.mark.parametrize("num_engines", [1, 50])
+async def test_a_start_is_told_once_however_many_engines_come_up(num_engines: int) -> None:
+    """Each time it is told, somebody looks at every engine."""
+    told: list[int] = []
+    pool = Pool([ScriptedEngine(f"engine-{i}") for i in range(num_engines)], "auto", 1000)
+    pool.watchers.append(lambda: told.append(sum(member.ready for member in pool.members)))
+    async with anyio.create_task_group() as tasks:
+        await pool.start(tasks)
+        assert told == [num_engines]
+        await pool.close()
+        tasks.cancel_scope.cancel()
+
+
 def in_flight(pool: Pool) -> list[int]:
     return [pool.dispatcher.num_inflight(member) for member in pool.members]
 

@@ -16,6 +16,7 @@ import pytest
 
 import sglrollout as sr
 from sglrollout.engine.protocol import Request
+from sglrollout.pool.pool import Member
 from sglrollout.testing import ScriptedEngine
 from sglrollout.types import Prompt
 
@@ -367,6 +368,24 @@ async def test_ten_thousand_prompts_through_four_engines_finish_with_a_bounded_q
     assert max(queued) == 1
     assert [engine.peak_running for engine in engines] == [8] * 4
     assert sum(len(engine.submitted) for engine in engines) == 10_000
+
+
+@pytest.mark.parametrize("num_engines", [4, 400])
+async def test_a_call_of_one_prompt_looks_at_few_engines(num_engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    limit = vars(Member)["limit"].fget
+
+    def counted(member: Member) -> Any:
+        looks.append(member.name)
+        return limit(member)
+
+    async with rollout_of(*(ScriptedEngine(f"engine-{i}") for i in range(num_engines))) as rollout:
+        await rollout.generate([[1]], sampling=SHORT)
+        monkeypatch.setattr(Member, "limit", property(counted))
+        for number in range(10):
+            await rollout.generate([[number]], sampling=SHORT)
+            assert [chunk async for chunk in rollout.stream([number], SHORT)]
+    assert 0 < len(looks) <= 20 * 10
 
 
 async def test_several_calls_at_once_share_the_slots_fairly() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Self
@@ -75,9 +76,13 @@ class _Batch:
         self._finished: deque[_Run] = deque()
         self._failure: Exception | None = None
         self._changed, self._room = asyncio.Event(), asyncio.Event()
-        capacity = sum(member.limit for member in self._sampler.pool.members)
-        self._ahead = max(_AHEAD_GROUPS, 2 * capacity // options.n)
+        self._ahead = self._groups_ahead() if options.bounded else math.inf
         self._fed = False
+
+    def _groups_ahead(self) -> int:
+        """Looks at every engine: not for each call of one prompt."""
+        capacity = sum(member.limit for member in self._sampler.pool.members)
+        return max(_AHEAD_GROUPS, 2 * capacity // self._options.n)
 
     async def check(self) -> AsyncIterator[Prepared]:
         """The prompts, checked as far as they can be before any is started.
@@ -155,7 +160,7 @@ class _Batch:
 
     async def _feed_group(self, prepared: Prepared, index: int) -> None:
         options, sampler = self._options, self._sampler
-        while options.bounded and len(self._finished) + len(self._running) >= self._ahead:
+        while len(self._finished) + len(self._running) >= self._ahead:
             self._room.clear()
             await self._room.wait()
         run = self._running[index] = _Run(prepared, index, options.n)

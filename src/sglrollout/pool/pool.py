@@ -182,7 +182,7 @@ class Pool:
         self.weight_version = self.last_version = version = self._first_version()
         for member, supervisor in zip(self.members, self._supervisors, strict=True):
             if member.state is EngineState.STARTING:
-                self.admit(member, _foreign(member, version))
+                self._join(member, _foreign(member, version))
             tasks.start_soon(supervisor.run)
         if self._keeps_snapshot:
             tasks.start_soon(self._catch_up.keep)
@@ -219,10 +219,13 @@ class Pool:
 
     def admit(self, member: Member, stale: str = "") -> None:
         """It is up: let it serve, unless ``stale`` says why its weights are not the trainer's."""
+        self._join(member, stale)
+        self.changed()
+
+    def _join(self, member: Member, stale: str) -> None:
         member.join(self._max_inflight, stale)
         for warning in member.engine.info.warnings if member.engine.info else ():
             _log.warning("%s: %s", member.name, warning)
-        self.changed()
 
     def bury(self, member: Member, error: Exception) -> None:
         """It is dead for good."""

@@ -143,7 +143,8 @@ class Leader:
         for member in self.members:
             member.paused = True
         answers = await self._all("pause", lambda m: m.engine.command("pause", self._timeout_s, mode=mode), told=told)
-        attached = [answer["attached"] for m, answer in zip(self.members, answers, strict=True) if m in self.local]
+        local = set(self.local)
+        attached = [answer["attached"] for m, answer in zip(self.members, answers, strict=True) if m in local]
         return time.perf_counter() - begun, all(attached)
 
     async def load(self, told: anyio.Event) -> None:
@@ -269,7 +270,7 @@ class Leader:
         self.pool.spoil(spoilt, reason)
         with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
             await to_the_end(partial(member.engine.command, "pause", _DETACH_S, mode="retract") for member in spoilt)
-        remote = [member for member in spoilt if member in self.remote]
+        remote = set(self.remote).intersection(spoilt)
         with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):  # the next sync begins another update
             await to_the_end(partial(member.engine.command, "end_update", _DETACH_S) for member in remote)
 
