@@ -49,8 +49,8 @@ class Broadcast:
 class Disk:
     """By safetensors files in a folder that trainer and servers see under the same path, for hosts without a fast link.
 
-    Each sync writes a folder in it, under a name of its own once it is whole, and removes those of the syncs before once
-    engines have the new one. What is there last stays, for whoever wants the weights.
+    Each sync writes a folder in it, under a name of its own once it is whole, and removes those of the syncs before
+    once engines have the new one. What is there last stays, for whoever wants the weights.
 
     Args:
         folder: exists, and is writable here.
