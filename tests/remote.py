@@ -86,6 +86,7 @@ class ScriptedServer:
         running: ids of the requests that it works on.
         aborted: ids that it was told to drop.
         told: paths of all requests, in order, without probes.
+        is_updating: a weight update is open.
     """
 
     def __init__(self, *, api_key: str = "", incremental: bool = False, token_s: float = 0.0, **info: Any) -> None:
@@ -99,6 +100,7 @@ class ScriptedServer:
         self.bodies: list[Any] = []
         self.queries: dict[str, str] = {}
         self.num_probes = self.port = 0
+        self.is_updating = False
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         self._server: asyncio.Server | None = None
@@ -192,6 +194,11 @@ class ScriptedServer:
                 self.goes_on.set()
             case "/update_weight_version":
                 self.label = exchange.body["new_version"]
+            case "/begin_weight_update" | "/end_weight_update":
+                begins = exchange.path == "/begin_weight_update"
+                if self.is_updating is begins:
+                    return {"success": False, "message": f"{'a' if begins else 'no'} weight-update session is open"}
+                self.is_updating = begins
         return {"success": True, "message": ""}
 
     async def _generate(self, exchange: Exchange, reader: asyncio.StreamReader) -> None:

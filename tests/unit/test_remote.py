@@ -630,6 +630,28 @@ async def test_a_sync_through_commands_is_told_in_the_order_that_sglang_needs(
         assert (await one(rollout)).weight_versions[0].version == 3
 
 
+async def test_an_update_that_a_former_trainer_left_open_gives_way_to_a_new_one(
+    server: ScriptedServer, tiny_model: Path
+) -> None:
+    server.is_updating = True
+    async with rollout_of(tiny_model, server) as rollout:
+        engine = engine_of(rollout)
+        await engine.command("begin_update", 1.0)
+        assert server.is_updating
+        await engine.command("end_update", 1.0)
+        assert not server.is_updating
+
+
+async def test_an_update_that_cannot_begin_says_why(server: ScriptedServer, tiny_model: Path) -> None:
+    async def refuse(exchange: Exchange) -> None:
+        await exchange.answer({"success": False, "message": "no such selector"})
+
+    server.faults["/begin_weight_update"] = refuse
+    async with rollout_of(tiny_model, server) as rollout:
+        with pytest.raises(sr.EngineRequestError, match="no such selector"):
+            await engine_of(rollout).command("begin_update", 1.0)
+
+
 async def test_a_checkpoint_is_loaded_from_a_disk(server: ScriptedServer, tiny_model: Path) -> None:
     async with rollout_of(tiny_model, server) as rollout:
         engine = engine_of(rollout)

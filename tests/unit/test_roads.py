@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from safetensors import safe_open
 
 import sglrollout as sr
 from sglrollout.testing import ScriptedEngine
+from sglrollout.weights.disk import DiskRoad
 from sglrollout.weights.group import Group, address_towards
 from sglrollout.weights.transfer import Clock
 from tests.remote_engine import RemoteEngine, joined
@@ -272,6 +275,154 @@ async def test_a_host_to_which_there_is_no_way_is_named() -> None:
         assert b.states == ["ready"]
 
 
+async def test_engines_that_began_an_update_which_another_could_not_begin_do_not_stay_in_it() -> None:
+    engines = [RemoteEngine("remote-0"), RemoteEngine("remote-1", fail=failing("begin_update"))]
+    async with bench(*engines) as b:
+        with pytest.raises(sr.WeightSyncError, match="out of luck"):
+            await b.syncer.sync()
+        assert b.states == ["ready", "ready"]
+        assert not any(engine.is_updating for engine in engines)
+        await b.syncer.sync()
+        assert all(are_equal(engine, b.sent) for engine in engines)
+
+
+async def test_a_sync_that_is_cancelled_during_the_trial_leaves_no_update_open() -> None:
+    class Slow(RemoteEngine):
+        async def before_receiving(self, names: list[str]) -> None:
+            tasks.cancel_scope.cancel()
+            await anyio.sleep_forever()
+
+    engine = Slow("remote-0")
+    async with bench(engine) as b:
+        async with anyio.create_task_group() as tasks:
+            with anyio.fail_after(15):
+                await b.syncer.sync()
+        assert (b.states, engine.is_updating) == (["ready"], False)
+
+
+async def test_a_trial_that_an_engine_refuses_before_it_has_come_proves_nothing() -> None:
+    engine = RemoteEngine("remote-0", fail=trial("{'names': ['sglrollout.trial']} is not what I take"))
+    async with bench(engine, timeout_s=1.0) as b:
+        with anyio.fail_after(15), pytest.raises(sr.WeightSyncError, match="was not taken by all remote engines"):
+            await b.syncer.sync()
+        assert b.states == ["ready"]
+        assert not engine.is_updating
+
+
+async def test_a_rendezvous_has_the_same_port_again_after_a_broadcast_that_failed() -> None:
+    port = address_and_port()[1]
+    engines = [RemoteEngine("remote-0"), RemoteEngine("remote-1", fail=failing("receive_weights"))]
+    async with bench(*engines, remote=sr.Broadcast(port=port)) as b:
+        with pytest.raises(sr.WeightSyncError, match="out of luck"):
+            await b.syncer.sync()
+        gc.disable()  # nothing that only a collection frees may have it
+        try:
+            await b.syncer.sync()
+        finally:
+            gc.enable()
+        assert all(are_equal(engine, b.sent) for engine in engines)
+
+
+def address_and_port() -> tuple[str, int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address: tuple[str, int] = server.getsockname()
+        return address
+
+
+async def test_engines_leave_the_group_of_a_sync_that_could_not_plan() -> None:
+    class Late(RemoteEngine):
+        async def _remote_init_group(self, *arguments: Any, **named: Any) -> None:
+            while not engines[0].groups:
+                await anyio.sleep(0.01)
+            raise sr.EngineRequestError(self.name, "out of luck")
+
+    engines = [RemoteEngine("remote-0"), Late("remote-1")]
+    async with bench(*engines, timeout_s=1.0) as b:
+        with pytest.raises(sr.WeightSyncError, match="out of luck"):
+            await b.syncer.sync()
+        assert engines[0].groups
+    assert not engines[0].groups
+
+
+async def test_engines_leave_the_group_of_a_syncer_also_if_another_has_come_since() -> None:
+    engine = RemoteEngine("remote-0")
+    async with bench(engine) as b:
+        await b.syncer.sync()
+        async with sr.WeightSyncer(b.rollout, sr.TensorSource(weights())) as other:
+            await other.sync()
+            await b.syncer.close()
+            assert len(engine.groups) == 1
+            await other.sync()
+        assert not engine.groups
+
+
+async def test_an_engine_that_died_during_a_sync_and_is_up_again_is_not_told_that_it_has_the_weights(
+    tmp_path: Path,
+) -> None:
+    class Reborn(RemoteEngine):
+        async def _remote_load_from_disk(self, path: str) -> None:
+            if self.num_lives == 1:
+                self.die()
+                with anyio.fail_after(10):
+                    while not (self.num_lives > 1 and self.alive):
+                        await anyio.sleep(0.01)
+
+        num_lives = 0
+
+        async def start(self) -> Any:
+            self.num_lives += 1
+            return await super().start()
+
+    engine = Reborn("remote-1")
+    config = CONFIG.model_copy(update={"max_restarts": 3, "restart_delay_s": 0.01})
+    async with (
+        sr.AsyncRolloutEngine(config=config, engines=[RemoteEngine("remote-0"), engine]) as rollout,
+        sr.WeightSyncer(rollout, sr.TensorSource(weights()), remote=sr.Disk(tmp_path)) as syncer,
+    ):
+        with pytest.raises(sr.WeightSyncError, match="it was restarted meanwhile") as caught:
+            await syncer.sync()
+        assert caught.value.engine == "remote-1"
+        assert engine.weight_version == 0
+        with anyio.fail_after(10):
+            while rollout.engines[1].state != "stale":
+                await anyio.sleep(0.01)
+        await syncer.sync()
+        assert [status.state for status in rollout.engines] == ["ready", "ready"]
+
+
+# ------------------------------------------------------------ weights
+
+
+@pytest.mark.parametrize("engine", [RemoteEngine("remote-0"), ScriptedEngine("engine-0")], ids=["remote", "local"])
+@pytest.mark.parametrize("large", [True, False])
+async def test_a_weight_without_elements_may_be_all_that_is_in_a_bucket(engine: ScriptedEngine, large: bool) -> None:
+    sent = {"empty": torch.zeros(0, 4)} | ({"large": torch.randn(BUCKET_BYTES)} if large else {})
+    async with sr.AsyncRolloutEngine(config=CONFIG, engines=[type(engine)(engine.name)]) as rollout:
+        options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "method": "portable"}
+        async with sr.WeightSyncer(rollout, sr.TensorSource(sent), **options) as syncer:
+            report = await syncer.sync()
+        assert (report.num_tensors, report.num_buckets) == (len(sent), int(large))
+        assert rollout.engines[0].state == "ready"
+
+
+async def test_nothing_that_a_source_made_is_held_once_a_sync_is_over() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def make() -> Iterator[tuple[str, torch.Tensor]]:
+        made.clear()
+        for i in range(3):
+            tensor = torch.randn(BUCKET_BYTES)
+            made.append(weakref.ref(tensor))
+            yield f"weight-{i}", tensor
+
+    async with (
+        sr.AsyncRolloutEngine(config=CONFIG, engines=[RemoteEngine("remote-0")]) as rollout,
+        sr.WeightSyncer(rollout, sr.TensorSource(make), bucket_bytes=BUCKET_BYTES) as syncer,
+    ):
+        await syncer.sync()
+        assert [tensor() for tensor in made] == [None] * 3
+
+
 # ------------------------------------------------------------ the group
 
 
@@ -372,6 +523,30 @@ async def test_a_folder_that_cannot_be_written_any_more_is_named(tmp_path: Path)
         folder.mkdir()
         await b.syncer.sync()
         assert are_equal(engine, b.sent)
+
+
+async def test_folders_of_syncs_that_failed_are_removed_by_the_next_one(tmp_path: Path) -> None:
+    engine = RemoteEngine("remote-0", fail=failing("load_from_disk", "no such folder", times=2))
+    async with bench(engine, remote=sr.Disk(tmp_path)) as b:
+        for _ in range(2):
+            with pytest.raises(sr.WeightSyncError, match="no such folder"):
+                await b.syncer.sync()
+        await b.syncer.sync()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(RemoteEngine("remote-0"), remote=sr.Disk(tmp_path)) as b:
+        begin = DiskRoad.begin
+
+        def begin_without_folder(road: DiskRoad) -> None:
+            begin(road)
+            for folder in tmp_path.iterdir():
+                folder.rmdir()
+
+        monkeypatch.setattr(DiskRoad, "begin", begin_without_folder)
+        with pytest.raises(sr.WeightSyncError, match=r"model-00001-of-\d+\.safetensors could not be written"):
+            await b.syncer.sync()
 
 
 # ------------------------------------------------------------ options

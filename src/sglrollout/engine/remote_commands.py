@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -154,7 +155,7 @@ class Commands:
         """Open SGLang's own weight update, where this version has such a session."""
         await self._relabel(LOADING, timeout_s)
         if self._has_sessions:
-            await self._check("/begin_weight_update", {}, timeout_s)
+            await self._all(lambda server: _begun(server, timeout_s))
         return {}
 
     async def _on_end_update(self, timeout_s: float) -> dict[str, Any]:
@@ -203,6 +204,16 @@ async def _checked(server: Server, path: str, body: dict[str, Any], timeout_s: f
     said = decoded(answer)
     if not isinstance(said, dict) or said.get("success") is not True:
         raise RefusedError(200, message_of(answer))
+
+
+async def _begun(server: Server, timeout_s: float) -> None:
+    """Have a weight update begin, in place of one that a sync left open: it was broken off, or its trainer is gone."""
+    try:
+        await _checked(server, "/begin_weight_update", {}, timeout_s)
+    except RefusedError:
+        with contextlib.suppress(RefusedError):  # none was open: then the next one says what is wrong
+            await _checked(server, "/end_weight_update", {}, timeout_s)
+        await _checked(server, "/begin_weight_update", {}, timeout_s)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

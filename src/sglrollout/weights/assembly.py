@@ -52,7 +52,8 @@ class Assembler:
         self, layout: Layout, source: WeightSource, bucket_bytes: int, *, assembles: bool, packed: bool
     ) -> None:
         self._layout, self._source, self._assembles, self._packed = layout, source, assembles, packed
-        buckets = plan_buckets(layout.planned({}, whole=True), bucket_bytes, split=False)
+        planned = plan_buckets(layout.planned({}, whole=True), bucket_bytes, split=False)
+        buckets = [bucket for bucket in planned if any(bucket.parts)]  # weights without elements may fill one
         self._gatherer = Gatherer(layout, buckets, num_slots=1, shared=False)
         self.segments = [self._lay_out(k) for k in range(len(buckets))]
         """By bucket."""
@@ -69,6 +70,7 @@ class Assembler:
         if self._assembles:  # anew: sharing the same memory again and again would pile up records of it
             size = max((segments[-1].end for segments in self.segments), default=0)
             device = self._layout.device or "cpu"
+            self._flat.clear()  # first, so that there are never four
             self._flat = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def bucket(self, k: int, wait: Wait) -> Assembly | None:
@@ -77,6 +79,8 @@ class Assembler:
         wait(gathering.is_done, f"bucket {k} of {self.num_buckets} was not gathered")
         if gathering.error is not None:
             raise gathering.error
+        if k + 1 == self.num_buckets:
+            self._read = None  # it may hold tensors that were made for this sync alone
         if not self._assembles:
             return None
         assembly = Assembly(self._flat[k % 2][: self.segments[k][-1].end], self.segments[k])
@@ -125,4 +129,5 @@ class Assembler:
 
     def close(self) -> None:
         self._flat.clear()
+        self._read = None
         self._gatherer.close()

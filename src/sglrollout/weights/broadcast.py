@@ -9,7 +9,7 @@ import anyio
 import torch
 
 from sglrollout.concurrency import unwrapped
-from sglrollout.errors import EngineRequestError, WeightSyncError
+from sglrollout.errors import WeightSyncError
 from sglrollout.weights.assembly import Assembler, Assembly
 from sglrollout.weights.group import Group, address_towards
 from sglrollout.weights.leader import Leader
@@ -82,19 +82,20 @@ class BroadcastRoad:
         if self._option is None or self._is_proven:
             return
         trial = torch.zeros(1, device=self._device or "cpu").view(torch.uint8)
-        await leader.begin_update()
         try:
-            await self._send(leader, trial, [_TRIAL], ["float32"], [[1]])
-        except WeightSyncError as error:
-            if _TRIAL not in str(error):  # else it has come, and the model's loader knows no such name
-                raise
-        finally:
-            await leader.end_update()
+            await leader.begin_update()
+            await self._send(leader, trial, [_TRIAL], ["float32"], [[1]], refusable=True)
+        except BaseException:
+            self._leave()  # an engine that waits in it could not end its update
+            await leader.give_up_update()
+            raise
+        await leader.end_update()
         self._is_proven = True
 
     # ------------------------------------------------------------ a sync
 
     def begin(self) -> None:
+        self._ready = [None, None]
         self._assembler.begin()
 
     async def open(self, leader: Leader) -> None:
@@ -114,7 +115,13 @@ class BroadcastRoad:
         await self._send(leader, bucket.flat, names, dtypes, shapes)
 
     async def _send(
-        self, leader: Leader, flat: torch.Tensor, names: list[str], dtypes: list[str], shapes: list[list[int]]
+        self,
+        leader: Leader,
+        flat: torch.Tensor,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        refusable: bool = False,
     ) -> None:
         group = self._group
         assert group is not None
@@ -122,7 +129,7 @@ class BroadcastRoad:
         def send() -> None:
             group.broadcast(flat, Clock(self._timeout_s, self._worker.is_cancelled).wait)
 
-        await self._beside(leader.receive(group.name, names, dtypes, shapes), send)
+        await self._beside(leader.receive(group.name, names, dtypes, shapes, refusable), send)
 
     async def _beside(self, engines: Any, own: Any) -> None:
         """Engines' part and this rank's, at once. Whichever fails first ends the other: neither comes to an end without
@@ -133,15 +140,20 @@ class BroadcastRoad:
                 await engines
         except ExceptionGroup as failed:
             error = unwrapped(failed)
-            raise error if isinstance(error, (WeightSyncError, EngineRequestError)) else _broken(error) from error
+            raise error if isinstance(error, WeightSyncError) else _broken(error) from error
 
     async def close_for(self, leader: Leader) -> None:
         if self._option is not None:
             await leader.end_update()
 
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
+        self._leave()
+        self._ready = [None, None]
         self._worker.close()
         self._assembler.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sglrollout.errors import WeightSyncError
@@ -27,16 +28,17 @@ class DiskRoad:
 
     Args:
         folder: where folders of weights are written; ``None`` on a rank without remote engines.
+        written: those that this syncer has written and not removed, the latest last; it outlives this road.
     """
 
     method = "disk"
 
-    def __init__(self, layout: Layout, source: WeightSource, bucket_bytes: int, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(
+        self, layout: Layout, source: WeightSource, bucket_bytes: int, folder: Path | None, written: list[Path]
+    ) -> None:
+        self._folder, self._written = folder, written
         self._assembler = Assembler(layout, source, bucket_bytes, assembles=folder is not None, packed=True)
         self._unfinished: Path | None = None
-        self._latest: Path | None = None
-        self._outdated: Path | None = None
         self._index: dict[str, str] = {}
         self._num_bytes = 0
 
@@ -74,7 +76,7 @@ class DiskRoad:
             self._num_bytes += bucket.flat.numel()
             if k + 1 == self.num_buckets:
                 self._finish()
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise WeightSyncError("transfer", f"{path} could not be written: {error}") from error
 
     def _finish(self) -> None:
@@ -87,16 +89,20 @@ class DiskRoad:
         whole = self._unfinished.with_name(self._unfinished.name.replace(".unfinished", "weights"))
         self._unfinished.rename(whole)
         _settle(whole.parent)
-        self._outdated, self._latest, self._unfinished = self._latest, whole, None
+        self._written.append(whole)
+        self._unfinished = None
 
     async def load(self, leader: Leader, k: int, made: list[Any]) -> None:
-        if self._latest is not None and k + 1 == self.num_buckets:
-            await leader.load_from_disk(str(self._latest))
+        if self._folder is not None and k + 1 == self.num_buckets:
+            await leader.load_from_disk(str(self._written[-1]))
 
     async def close_for(self, leader: Leader) -> None:
-        outdated, self._outdated = self._outdated, None
-        if outdated is not None:
-            await anyio.to_thread.run_sync(lambda: shutil.rmtree(outdated, ignore_errors=True))
+        await anyio.to_thread.run_sync(self._remove_outdated)
+
+    def _remove_outdated(self) -> None:
+        """Also what syncs that failed have left."""
+        while len(self._written) > 1:
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
 
     def close(self) -> None:
         self._discard()

@@ -7,8 +7,10 @@ the same under torchrun, beside FSDP's groups, and in a script that has none.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
@@ -21,6 +23,7 @@ from sglrollout.errors import WeightSyncError
 Backend: TypeAlias = Literal["nccl", "gloo"]
 _BEYOND = 10
 """NCCL's watchdog ends the process, so its deadline is only for what our own ones should have ended."""
+_POLL_S = 0.05
 
 
 class Group:
@@ -29,7 +32,7 @@ class Group:
     Args:
         name: that no group before had.
         address: of this machine, as others reach it. The rendezvous listens there alone.
-        port: of the rendezvous; 0 is a free one.
+        port: of the rendezvous; 0 is a free one. One that is taken is waited for, as long as the deadline allows.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class Group:
         self.name, self.backend, self.address = name, backend, address
         self._timeout, self._device = timedelta(seconds=timeout_s), device
         self._group: Any = None
-        listening = _listen(address, port)
+        listening = _listen(address, port, time.monotonic() + timeout_s)
         self.port: int = listening.getsockname()[1]
         self._store = dist.TCPStore(
             address,
@@ -86,17 +89,17 @@ class Group:
         """
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        work: Any = None
+        works: list[Any] = []  # has the connections: whatever has this frame or that of ``wait`` must not keep them
         try:
-            work = self._group.broadcast([tensor], options)
-            wait(work.is_completed, "a bucket was not taken by all remote engines")
-            work.wait()
+            works.append(self._group.broadcast([tensor], options))
+            wait(lambda: works[0].is_completed(), "a bucket was not taken by all remote engines")
+            works[0].wait()
             if self._device is not None:
                 torch.cuda.synchronize(self._device)
         except (RuntimeError, ValueError) as error:
             raise WeightSyncError("transfer", f"the broadcast to remote engines broke: {error}") from error
         finally:
-            work = None  # it has the connections, and an exception has this frame
+            works.clear()
 
     def close(self) -> None:
         """Leave it, whatever goes on in it: others find their connections closed. With gloo, which cannot be stopped,
@@ -114,16 +117,28 @@ def _end(groups: list[Any]) -> None:
     groups.clear()
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def _listen(address: str, port: int, deadline: float) -> socket.socket:
+    """A port that is taken is waited for: the group before may be about to give it back."""
+    while True:
+        try:
+            return _bound(address, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+                message = f"a rendezvous cannot listen at {address}, port {port}: {error}"
+                raise WeightSyncError("plan", message) from error
+        time.sleep(_POLL_S)
+
+
+def _bound(address: str, port: int) -> socket.socket:
     family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address, port))
         listening.listen()
-    except OSError as error:
+    except OSError:
         listening.close()
-        raise WeightSyncError("plan", f"a rendezvous cannot listen at {address}, port {port}: {error}") from error
+        raise
     return listening
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from sglrollout.boxes import Box
 from sglrollout.concurrency import in_parallel, to_the_end, unwrapped
-from sglrollout.errors import EngineError, RolloutError, WeightNamesError, WeightSyncError
+from sglrollout.errors import EngineError, EngineRequestError, RolloutError, WeightNamesError, WeightSyncError
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.pool.sleep import TAGS, wake_members
 from sglrollout.wire.messages import WeightReport, WeightSpec
@@ -99,8 +99,7 @@ class Leader:
         )
 
     async def detach(self) -> None:
-        """Let engines give the trainer's memory back, and leave its group, those that still can."""
-        await self.leave_group()
+        """Let engines give the trainer's memory back, those that still can."""
         serving = [member for member in self.local if member.serving]
         with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
             await self._all("plan", lambda m: m.engine.command("detach_weights", _DETACH_S), serving)
@@ -210,22 +209,51 @@ class Leader:
     async def begin_update(self) -> None:
         await self._remote("transfer", "begin_update")
 
-    async def receive(self, group: str, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
-        """Let remote engines receive a flattened bucket. One that fails ends it: all wait for the same broadcast."""
+    async def receive(
+        self, group: str, names: list[str], dtypes: list[str], shapes: list[list[int]], refusable: bool = False
+    ) -> None:
+        """Let remote engines receive a flattened bucket. One that fails ends it: all wait for the same broadcast.
+
+        Args:
+            refusable: it is no failure if an engine's model has no weight of the first name.
+        """
         arguments = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": group}
-        await self._remote("transfer", "receive_weights", lambda m: {**arguments, "load_format": "flattened_bucket"})
+        ignoring = names[0] if refusable else None
+        await self._remote(
+            "transfer", "receive_weights", lambda m: {**arguments, "load_format": "flattened_bucket"}, ignoring
+        )
 
     async def end_update(self) -> None:
         await self._remote("transfer", "end_update")
+
+    async def give_up_update(self, members: Sequence[Member] | None = None) -> None:
+        """End what may have begun in remote engines, in those that still can."""
+        serving = [member for member in (self.remote if members is None else members) if member.serving]
+        with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S, shield=True):
+            await to_the_end(partial(member.engine.command, "end_update", _DETACH_S) for member in serving)
 
     async def load_from_disk(self, path: str) -> None:
         await self._remote("transfer", "load_from_disk", lambda m: {"path": path})
 
     async def _remote(
-        self, phase: str, command: str, arguments: Callable[[Member], dict[str, Any]] = lambda m: {}
+        self,
+        phase: str,
+        command: str,
+        arguments: Callable[[Member], dict[str, Any]] = lambda m: {},
+        ignoring: str | None = None,
     ) -> None:
-        calls = [partial(m.engine.command, command, self._timeout_s, **arguments(m)) for m in self.remote]
-        await self._guarded(phase, in_parallel(calls))
+        """Tell every remote engine at once; the first that fails ends it for all. What says ``ignoring`` is no
+        failure."""
+
+        async def tell(member: Member) -> None:
+            _check_life(phase, member)
+            try:
+                await member.engine.command(command, self._timeout_s, **arguments(member))
+            except EngineRequestError as error:
+                if ignoring is None or ignoring not in str(error):
+                    raise
+
+        await self._guarded(phase, in_parallel(partial(tell, member) for member in self.remote))
 
     # ------------------------------------------------------------ the end of a sync
 
@@ -270,9 +298,8 @@ class Leader:
         self.pool.spoil(spoilt, reason)
         with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
             await to_the_end(partial(member.engine.command, "pause", _DETACH_S, mode="retract") for member in spoilt)
-        remote = set(self.remote).intersection(spoilt)
-        with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):  # the next sync begins another update
-            await to_the_end(partial(member.engine.command, "end_update", _DETACH_S) for member in remote)
+        remote = set(self.remote)
+        await self.give_up_update([member for member in spoilt if member in remote])
 
     async def call_off(self) -> None:
         """The sync failed before any weight moved: engines go on as they were, each that can."""
@@ -300,6 +327,7 @@ class Leader:
         answers: list[Any] = [None] * len(members)
 
         async def one(i: int) -> None:
+            _check_life(phase, members[i])
             answers[i] = await call(members[i])
 
         async def note() -> None:
@@ -322,6 +350,13 @@ class Leader:
             raise _of_phase(phase, unwrapped(group)) from None
         except EngineError as error:
             raise _of_phase(phase, error) from None
+
+
+def _check_life(phase: str, member: Member) -> None:
+    """Raise WeightSyncError if the engine has died since the sync began, and is up again: what it has now are not the
+    weights of this sync, and it must not be told that they are."""
+    if member.engine.alive and not member.serving:
+        raise WeightSyncError(phase, "it was restarted meanwhile", engine=member.name)
 
 
 def _tp_size(member: Member) -> int:

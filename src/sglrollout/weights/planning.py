@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import anyio
@@ -129,6 +130,8 @@ class Planner:
     ) -> None:
         self._ranks, self._phases, self._worker = ranks, phases, worker
         self._source, self._listener, self._options = source, listener, options
+        self._written: list[Path] = []
+        """Folders of weights on a shared disk, of this plan and those before."""
 
     async def make(self, leader: Leader | None, engines: list[EngineFacts]) -> Plan:
         """Find out where every weight goes and how, and attach the engines.
@@ -292,7 +295,8 @@ class Planner:
             roads.append(PortableTransfer(layout, self._source, mine, options.bucket_bytes))
         if any(fact.has_remote_engines for fact in facts):
             serves = facts[self._ranks.rank].has_remote_engines
-            road = make_road(options.remote, serves, layout, self._source, options.bucket_bytes, options.timeout_s)
+            bucket_bytes, timeout_s = options.bucket_bytes, options.timeout_s
+            road = make_road(options.remote, serves, layout, self._source, bucket_bytes, timeout_s, self._written)
             roads.append(road)
             methods.append(road.method)
         everywhere = [engine for fact in facts for engine in fact.engines]

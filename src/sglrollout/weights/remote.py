@@ -49,7 +49,7 @@ class Broadcast:
 class Disk:
     """By safetensors files in a folder that trainer and servers see under the same path, for hosts without a fast link.
 
-    Each sync writes a folder in it, under a name of its own once it is whole, and removes the one of the sync before
+    Each sync writes a folder in it, under a name of its own once it is whole, and removes those of the syncs before
     once engines have the new one. What is there last stays, for whoever wants the weights.
 
     Args:
@@ -73,16 +73,23 @@ Remote: TypeAlias = Broadcast | Disk
 
 
 def make_road(
-    remote: Remote, serves: bool, layout: Layout, source: WeightSource, bucket_bytes: int, timeout_s: float
+    remote: Remote,
+    serves: bool,
+    layout: Layout,
+    source: WeightSource,
+    bucket_bytes: int,
+    timeout_s: float,
+    written: list[Path],
 ) -> RemoteRoad:
     """This rank's road, on the worker's thread.
 
     Args:
         serves: whether this rank has remote engines. Others take part in the gathers.
+        written: see :class:`sglrollout.weights.disk.DiskRoad`.
     """
     from sglrollout.weights.broadcast import BroadcastRoad
     from sglrollout.weights.disk import DiskRoad
 
     if isinstance(remote, Disk):
-        return DiskRoad(layout, source, bucket_bytes, Path(remote.folder) if serves else None)
+        return DiskRoad(layout, source, bucket_bytes, Path(remote.folder) if serves else None, written)
     return BroadcastRoad(layout, source, bucket_bytes, remote if serves else None, timeout_s)

@@ -288,12 +288,12 @@ class TensorSource:
     """Any tensors under their checkpoint names: from a Megatron bridge, of merged LoRA weights, of a state dict.
 
     On several ranks, each gives the same names in the same order; the tensors need be right only on ranks whose GPU an
-    engine shares (on a CPU: the rank that owns the engines).
+    engine shares, and on those that own remote engines (on a CPU: those that own engines).
 
     Args:
         tensors: a mapping, a sequence of (name, tensor) pairs, or a function that returns an iterable of pairs anew
-            for each call. A function is called once to plan, and once for each sync; it is read in order and may make
-            each tensor as it comes.
+            for each call. A function is called once to plan, and once for each sync, twice if there are engines here
+            and remote ones; it is read in order and may make each tensor as it comes.
     """
 
     persistent = False

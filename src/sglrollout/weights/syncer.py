@@ -137,9 +137,11 @@ class WeightSyncer:
             return
         self._closed = True
         with anyio.CancelScope(shield=True):
-            if self._leader is not None and self._leader.pool.attached is self:
-                self._leader.pool.attached = None
-                await self._leader.detach()
+            if self._leader is not None:
+                await self._leader.leave_group()  # another syncer's engines may be in this one's, too
+                if self._leader.pool.attached is self:
+                    self._leader.pool.attached = None
+                    await self._leader.detach()
             await self._worker.run(self._forget_plan)
         self._worker.close()
         self._listener.close()

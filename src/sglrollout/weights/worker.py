@@ -62,6 +62,7 @@ class Worker:
         if not waiting.done():  # it waits on another rank, and has a deadline of its own: later calls cannot
             self._calls.put(None)
             self._calls, self._thread = queue.SimpleQueue(), None
+            waiting.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody will ask for it
         elif not waiting.cancelled():
             waiting.exception()
 
