@@ -477,7 +477,16 @@ async def test_a_broadcast_into_a_group_that_one_has_left_fails() -> None:
 
 
 def test_the_address_towards_a_host_is_that_of_the_interface_to_it() -> None:
-    assert address_towards("127.0.0.1", 80) == "127.0.0.1"
+    assert address_towards([("127.0.0.1", 80)]) == "127.0.0.1"
+
+
+def test_a_server_on_this_machine_does_not_hide_the_address_by_which_the_others_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {"localhost": "127.0.0.1", "here": "::1", "there": "10.0.0.1", "afar": "10.1.0.1"}
+    monkeypatch.setattr("sglrollout.weights.group._own_address", lambda host, port: own[host])
+    assert address_towards([("localhost", 80), ("here", 80), ("there", 80), ("afar", 80)]) == "10.0.0.1"
+    assert address_towards([("here", 80), ("localhost", 80)]) == "::1"
 
 
 # ------------------------------------------------------------ by files

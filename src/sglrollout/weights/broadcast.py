@@ -70,7 +70,7 @@ class BroadcastRoad:
         backend = self._option.backend or ("gloo" if self._device is None else "nccl")
         if backend == "nccl" and self._device is None:
             raise WeightSyncError("plan", 'backend="nccl" needs a trainer on a GPU')
-        address = self._option.address or address_towards(*leader.remote_host)
+        address = self._option.address or address_towards(leader.remote_hosts)
         return Group(name, backend, address, self._option.port, self._timeout_s, self._device)
 
     async def prove(self, leader: Leader) -> None:

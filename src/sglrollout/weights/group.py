@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
@@ -142,12 +143,18 @@ def _bound(address: str, port: int) -> socket.socket:
     return listening
 
 
-def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to ``host``. Nothing is sent.
+def address_towards(hosts: Iterable[tuple[str, int]]) -> str:
+    """This machine's address on the way to the hosts: one that is reached from elsewhere, if one of them is there.
+    Nothing is sent.
 
     Raises:
-        WeightSyncError: there is no way.
+        WeightSyncError: there is no way to one of them.
     """
+    addresses = [_own_address(*host) for host in hosts]
+    return next((address for address in addresses if not ipaddress.ip_address(address).is_loopback), addresses[0])
+
+
+def _own_address(host: str, port: int) -> str:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -167,10 +167,10 @@ class Leader:
     # ------------------------------------------------------------ remote engines
 
     @property
-    def remote_host(self) -> tuple[str, int]:
-        """Host and port of the first of them."""
-        url = urlsplit(self.remote[0].engine.url)
-        return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    def remote_hosts(self) -> list[tuple[str, int]]:
+        """Host and port of each of them."""
+        urls = [urlsplit(member.engine.url) for member in self.remote]
+        return [(url.hostname or "", url.port or (443 if url.scheme == "https" else 80)) for url in urls]
 
     @property
     def group_size(self) -> int:

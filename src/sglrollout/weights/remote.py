@@ -24,7 +24,7 @@ class Broadcast:
 
     Args:
         backend: ``nccl`` or ``gloo``; ``None`` is ``nccl`` on a machine with a GPU.
-        address: of this machine, as servers reach it; ``None`` is its address on the way to the first of them. The
+        address: of this machine, as servers reach it; ``None`` is its address on the way to them. The
             rendezvous and gloo listen there, without authentication: keep it in a network that you trust.
         port: of the rendezvous; 0 is a free one.
 
