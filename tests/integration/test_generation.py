@@ -73,6 +73,28 @@ async def test_logprobs_equal_those_of_transformers(rollout: sr.AsyncRolloutEngi
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+async def test_tokens_come_as_often_as_their_probabilities_say(rollout: sr.AsyncRolloutEngine, reference: Any) -> None:
+    """The likely ones and the rare ones, from which a policy learns: by the model's own distribution at each place."""
+    import torch
+
+    edges = torch.tensor([1e-4, 1e-3, 1e-2, 1e-1], dtype=torch.float64)
+    seen, expected, variance = (torch.zeros(len(edges) + 1, dtype=torch.float64) for _ in range(3))
+    groups = await rollout.generate(PROMPTS, n=64, sampling=sr.Sampling(max_new_tokens=16, ignore_eos=True))
+    for group in groups:
+        tokens = torch.tensor([completion.token_ids for completion in group.completions])
+        ids = torch.cat([torch.tensor(group.prompt_ids).repeat(len(tokens), 1), tokens], dim=1)
+        with torch.no_grad():
+            p = reference(ids).logits[:, len(group.prompt_ids) - 1 : -1].double().softmax(-1)
+        kinds = torch.bucketize(p, edges)
+        for kind in range(len(seen)):
+            share = (p * (kinds == kind)).sum(-1)
+            expected[kind] += share.sum()
+            variance[kind] += (share * (1 - share)).sum()
+            seen[kind] += (kinds.gather(-1, tokens[..., None]) == kind).sum()
+    assert float(expected[1:].min()) > 100
+    assert float(((seen - expected).abs() / variance.sqrt()).max()) < 5
+
+
 async def test_logprobs_are_after_temperature(rollout: sr.AsyncRolloutEngine, reference: Any) -> None:
     (group,) = await rollout.generate(["hot"], sampling=sr.Sampling(temperature=2.0, max_new_tokens=8, ignore_eos=True))
     (completion,) = group.completions
