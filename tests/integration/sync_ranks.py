@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 import sglrollout as sr  # noqa: E402
 from sglrollout import testing  # noqa: E402
 
-GREEDY = sr.Sampling(temperature=0.0, max_new_tokens=16, ignore_eos=True)
-PROMPTS = ["The sky is", "2 + 2 ="]
+sys.path.insert(0, str(Path(__file__).parents[2]))  # torchrun starts this as a script
+from tests.reference import GREEDY, PROMPTS, greedy, trained  # noqa: E402
+
 BUCKET_BYTES = 1 << 15  # so small that every model needs many, and its embedding is cut
 OPTIONS = json.loads(sys.argv[3])
 DEVICE = OPTIONS.get("device", "cpu")
@@ -58,25 +59,6 @@ def shard(model: Any, cut: str) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def trained(path: Path, step: int) -> Any:
-    """The model after some steps of training: the same on every rank."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(step)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def expected(model: Any, prompt_ids: tuple[int, ...]) -> list[int]:
-    """What transformers says with these weights, whether it is the end of sequence or not."""
-    ids = list(prompt_ids)
-    with torch.no_grad():
-        for _ in range(16):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt_ids) :]
-
-
 class Cut:
     """Syncs one model, cut in one way, several times, and compares with transformers."""
 
@@ -100,7 +82,7 @@ class Cut:
                 if self._rollout is not None:
                     groups = await self._rollout.generate(PROMPTS, sampling=GREEDY)
                     tokens = [list(group.completions[0].token_ids) for group in groups]
-                    found["equal"].append(tokens == [expected(reference, group.prompt_ids) for group in groups])
+                    found["equal"].append(tokens == [greedy(reference, group.prompt_ids) for group in groups])
                     found["changed"].append(tokens != last)
                     last = tokens
         return found
@@ -159,7 +141,7 @@ async def after_a_forward(rollout: sr.AsyncRolloutEngine | None, path: Path) -> 
             return {}
         (group,) = await rollout.generate(PROMPTS[:1], sampling=GREEDY)
         reference = trained(path, 5)
-        equal = list(group.completions[0].token_ids) == expected(reference, group.prompt_ids)
+        equal = list(group.completions[0].token_ids) == greedy(reference, group.prompt_ids)
         return {"verified": verified, "equal": equal}
 
 

@@ -73,6 +73,7 @@ class Plan:
         num_engines, num_remote: of all ranks; the latter are among the former.
         fast: brings weights to engines that read the trainer's memory; ``None`` where there is none.
         roads: bring them to the others. Every rank has the same.
+        remote: that of the roads which leads to engines on other machines.
     """
 
     method: str
@@ -85,6 +86,7 @@ class Plan:
     exports: Exports
     fast: Transfer | None
     roads: list[Road]
+    remote: RemoteRoad | None
     num_engines: int
     num_remote: int
     copy_bytes_per_s: float
@@ -92,11 +94,6 @@ class Plan:
     @property
     def num_buckets(self) -> int:
         return sum(way.num_buckets for way in self._ways)
-
-    @property
-    def remote(self) -> RemoteRoad | None:
-        """The road to engines on other machines."""
-        return next((road for road in self.roads if hasattr(road, "prove")), None)  # type: ignore[return-value]
 
     @property
     def _ways(self) -> list[Transfer | Road]:
@@ -288,6 +285,7 @@ class Planner:
         speed = copy_bytes_per_s(layout.device)  # before anything is held that would have to be given back
         fast: Transfer | None = None
         roads: list[Road] = []
+        remote: RemoteRoad | None = None
         methods = [method] if method else []
         if method == "fast":
             fast = Transfer(layout, self._source, mine, options.bucket_bytes, options.num_slots, exports, direct)
@@ -296,9 +294,9 @@ class Planner:
         if any(fact.has_remote_engines for fact in facts):
             serves = facts[self._ranks.rank].has_remote_engines
             bucket_bytes, timeout_s = options.bucket_bytes, options.timeout_s
-            road = make_road(options.remote, serves, layout, self._source, bucket_bytes, timeout_s, self._written)
-            roads.append(road)
-            methods.append(road.method)
+            remote = make_road(options.remote, serves, layout, self._source, bucket_bytes, timeout_s, self._written)
+            roads.append(remote)
+            methods.append(remote.method)
         everywhere = [engine for fact in facts for engine in fact.engines]
         return Plan(
             method="+".join(methods),
@@ -311,6 +309,7 @@ class Planner:
             exports=exports[self._ranks.rank],
             fast=fast,
             roads=roads,
+            remote=remote,
             num_engines=len(everywhere),
             num_remote=sum(engine.remote for engine in everywhere),
             copy_bytes_per_s=speed,
