@@ -345,17 +345,6 @@ def free_port() -> int:
         return port
 
 
-def _absent(name: str) -> None:
-    """Let a package that SGLang's server imports for audio, and that is not installed here, be imported."""
-    from importlib.machinery import ModuleSpec
-    from importlib.util import find_spec
-    from types import ModuleType
-
-    if find_spec(name) is None:
-        module = sys.modules[name] = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-
-
 def _serve() -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
@@ -367,6 +356,5 @@ if __name__ in ("__main__", "__mp_main__"):  # the latter in the processes that 
     from sglrollout.engine import cpu_support
 
     cpu_support.enable(num_threads=1)  # more of them wait for each other where there are few cores
-    _absent("soundfile")
     if __name__ == "__main__":
         _serve()
