@@ -116,14 +116,15 @@ def group_of(model: Any, tokenizer: Any, task: sr.Task, index: int) -> sr.Group:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="their number")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--plot", type=Path, metavar="PNG")
     given = parser.parse_args()
     curves: dict[str, list[list[float]]] = {"sglrollout": [], "transformers": []}
     with tempfile.TemporaryDirectory() as folder:
         path = str(testing.tiny_model(folder))
-        for seed in range(given.seeds):
+        for seed in range(given.first_seed, given.first_seed + given.seeds):
             for name, sampler in (("sglrollout", by_sglrollout), ("transformers", by_transformers)):
                 curves[name].append(await sampler(path, given.steps, seed))
                 console.print(f"seed {seed}, {name}: {curves[name][-1][0]:.3f} to {curves[name][-1][-1]:.3f}")

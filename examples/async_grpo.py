@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import tempfile
 import time
@@ -19,8 +20,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from grpo_minimal import reward, sums, train
-from transformers import AutoModelForCausalLM
+from grpo_minimal import load, reward, sums, train
 
 import sglrollout as sr
 from sglrollout import testing
@@ -82,13 +82,13 @@ async def loop(rollout: sr.AsyncRolloutEngine, model: Any, options: argparse.Nam
 
 
 async def compare(path: str, options: argparse.Namespace) -> None:
-    engine: dict[str, Any] = {"device": options.device, "dtype": "float32", "seed": options.seed}
-    if options.device == "cuda":
-        engine["mem_fraction"] = 0.3  # the trainer has the rest
+    more = {"enable_fp32_lm_head": True, **options.engine_args}
+    engine: dict[str, Any] = {"device": options.device, "seed": options.seed, "engine_args": more}
+    engine |= {"dtype": "float32"} if options.device == "cpu" else {"mem_fraction": 0.3}  # the trainer has the rest
     async with sr.AsyncRolloutEngine(path, **engine) as rollout:
         runs = []
         for max_staleness in (0, options.max_staleness):
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(options.device)
+            model = load(path, options.device)
             runs.append(await loop(rollout, model, options, max_staleness))
             print("taking turns: " if max_staleness == 0 else "running ahead:", runs[-1], flush=True)
         print(f"gain: {runs[1].tokens_per_s / runs[0].tokens_per_s:.2f} times the tokens per second")
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="more for SGLang")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = str(testing.tiny_model(folder)) if options.tiny else options.model or str(testing.smollm2())

@@ -28,10 +28,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from async_grpo import endless_sums
-from grpo_minimal import logprobs_of, reward
+from grpo_minimal import load, logprobs_of, reward
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM
 
 import sglrollout as sr
 from sglrollout import testing
@@ -44,7 +43,7 @@ class Trainer:
 
     def __init__(self, path: str, device: torch.device, options: argparse.Namespace) -> None:
         self.device, self.options = device, options
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+        model = load(path, str(device))
         lower = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = lower if device.type == "cuda" else MixedPrecisionPolicy()
         for layer in model.model.layers:
@@ -57,7 +56,7 @@ class Trainer:
         rows = micro_batches(batch, self.options.micro_tokens)
         num_micro = int(self._over_ranks(len(rows), dist.ReduceOp.MAX))
         num_tokens = self._over_ranks(float(batch.num_tokens), dist.ReduceOp.SUM)
-        errors = [1.0]
+        error_sum = 0.0
         for i in range(num_micro):
             part = batch.select(rows[i] if i < len(rows) else [0]).to(self.device)
             logprobs = logprobs_of(self.model, part)
@@ -65,13 +64,14 @@ class Trainer:
             own = advantages[rows[i]] if i < len(rows) else torch.zeros(1)  # one that has nothing left adds nothing
             loss = -(weights * own.to(self.device)[:, None] * logprobs).sum() * dist.get_world_size() / num_tokens
             loss.backward()
-            errors.append(sr.mismatch(logprobs, part).token_mult_prob_error)
+            if i < len(rows):
+                error_sum += sr.mismatch(logprobs, part).token_mult_prob_error * part.num_tokens
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return {
             "grad_norm": float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm),
-            "token_mult_prob_error": self._over_ranks(max(errors), dist.ReduceOp.MAX),
+            "token_mult_prob_error": self._over_ranks(error_sum, dist.ReduceOp.SUM) / num_tokens,
             "num_micro_batches": num_micro,
         }
 
@@ -127,7 +127,8 @@ class Loop:
             cuda = (
                 {"memory_saver": True, "mem_fraction": 0.5} if self.options.device == "cuda" else {"dtype": "float32"}
             )
-            rollout = sr.AsyncRolloutEngine(path, device=self.options.device, **cuda)
+            more = {"enable_fp32_lm_head": True, **self.options.engine_args}
+            rollout = sr.AsyncRolloutEngine(path, device=self.options.device, engine_args=more, **cuda)
             await rollout.start(wait=False)  # beside the trainer
         try:
             if self.options.device == "cuda":
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("run"), help="for checkpoints and metrics")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     parser.add_argument("--wandb", metavar="PROJECT", help="log there, too")
+    parser.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="more for SGLang")
     options = parser.parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo")
     with tempfile.TemporaryDirectory() as folder:

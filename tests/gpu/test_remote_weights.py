@@ -1,4 +1,8 @@
-"""On two GPUs: weights from a trainer on the first to SGLang's server on the second, by NCCL."""
+"""Weights from a trainer to SGLang's server on another GPU, by NCCL.
+
+With one GPU the two share it, and each says that it is on a host of its own: NCCL then goes over the network, as
+between machines.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from tests.gpu.test_weight_sync import CLOSE, ENGINE_ARGS, NUM_GPUS, distance, t
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices, and {NUM_GPUS} are visible"),
+    pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device, and none is visible"),
     pytest.mark.timeout(400),
 ]
 BUCKET_BYTES = 1 << 16
@@ -31,11 +35,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("models") / "tiny", dtype="bfloat16")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def server(path: Path) -> AsyncIterator[sr.SGLangServer]:
-    options: dict[str, Any] = {"devices": [[1]], "mem_fraction": 0.3, "engine_args": ENGINE_ARGS}
-    async with sr.launch_server(path, device="cuda", dtype="bfloat16", **options) as server:
-        yield server
+    options: dict[str, Any] = {"mem_fraction": 0.3, "engine_args": ENGINE_ARGS | {"max_total_tokens": 100_000}}
+    options |= {"device": "cuda", "devices": [[NUM_GPUS - 1]], "dtype": "bfloat16"}
+    with pytest.MonkeyPatch.context() as patched:
+        if NUM_GPUS == 1:
+            patched.setenv("NCCL_HOSTID", "server")
+        async with sr.launch_server(path, **options) as server:
+            if NUM_GPUS == 1:
+                patched.setenv("NCCL_HOSTID", "trainer")
+            yield server
 
 
 @pytest.fixture
@@ -55,7 +65,7 @@ async def test_a_server_on_another_gpu_answers_like_the_trainer_after_each_sync(
     assert await distance(rollout, model) > 1.0
     async with sr.WeightSyncer(rollout, sr.ModuleSource(model), bucket_bytes=BUCKET_BYTES) as syncer:
         for _ in range(2):
-            report = await syncer.sync()
+            report = await syncer.sync("abort")  # SGLang 0.5.17 does not retract
             assert report.method == "broadcast"
             assert report.num_buckets > 2
             assert await distance(rollout, model) < CLOSE
@@ -63,10 +73,11 @@ async def test_a_server_on_another_gpu_answers_like_the_trainer_after_each_sync(
                 for parameter in model.parameters():
                     parameter.mul_(1.05)
     async with sr.WeightSyncer(rollout, sr.ModuleSource(model), remote=sr.Disk(tmp_path)) as syncer:
-        assert (await syncer.sync()).method == "disk"
+        assert (await syncer.sync("abort")).method == "disk"
         assert await distance(rollout, model) < CLOSE
 
 
+# The last one, since it ends the server.
 async def test_a_server_that_is_killed_in_a_broadcast_fails_the_sync_and_leaves_the_trainer_alive(
     rollout: sr.AsyncRolloutEngine, server: sr.SGLangServer, path: Path
 ) -> None:
@@ -74,7 +85,7 @@ async def test_a_server_that_is_killed_in_a_broadcast_fails_the_sync_and_leaves_
 
     model = trained(path, 12)
     async with sr.WeightSyncer(rollout, sr.ModuleSource(model), bucket_bytes=BUCKET_BYTES, timeout_s=10) as syncer:
-        await syncer.sync()
+        await syncer.sync("abort")
         assert rollout._pool is not None
         engine = rollout._pool.members[0].engine
         command = engine.command
@@ -86,6 +97,6 @@ async def test_a_server_that_is_killed_in_a_broadcast_fails_the_sync_and_leaves_
 
         engine.command = kill_then  # type: ignore[method-assign]
         with anyio.fail_after(60), pytest.raises(sr.WeightSyncError):
-            await syncer.sync()
+            await syncer.sync("abort")
     await asyncio.sleep(WATCHDOG_S)
     assert torch.ones(2, device="cuda").sum().item() == 2

@@ -5,12 +5,13 @@ Models are random (nothing is downloaded).
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -95,7 +96,7 @@ async def test_an_engine_reads_the_parameters_where_they_are(
 async def test_tensors_that_cannot_be_mapped_are_staged(rollout: sr.AsyncRolloutEngine, path: Path) -> None:
     import torch
 
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         model = trained(path, 3)
         async with sr.WeightSyncer(rollout, sr.ModuleSource(model), bucket_bytes=1 << 16) as syncer:
@@ -107,7 +108,30 @@ async def test_tensors_that_cannot_be_mapped_are_staged(rollout: sr.AsyncRollout
             assert (await syncer.sync()).num_buckets >= 4
             await syncer.verify()
     finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+async def test_a_trainer_has_all_of_its_memory_again_once_the_syncer_is_closed(
+    rollout: sr.AsyncRolloutEngine, path: Path
+) -> None:
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.ipc_collect()
+        return int(torch.cuda.memory_allocated())
+
+    async def sync(method: Literal["fast", "portable"]) -> None:
+        model = trained(path, 7)
+        async with sr.WeightSyncer(rollout, sr.ModuleSource(model), method=method) as syncer:
+            await syncer.sync()
+            await syncer.sync()
+        assert await distance(rollout, model) < CLOSE
+
+    import torch
+
+    before = allocated()
+    await sync("fast")
+    await sync("portable")
+    assert allocated() == before
 
 
 async def test_the_portable_path_gives_the_same_engine(rollout: sr.AsyncRolloutEngine, path: Path) -> None:

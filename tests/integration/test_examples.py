@@ -66,6 +66,11 @@ EXAMPLES: dict[str, tuple[list[str], Callable[[str, Path], None]]] = {
 """Arguments for a quick run with a tiny model, and what is checked of its output and of the folder it ran in."""
 
 
+def test_the_minimal_loop_is_under_100_lines_without_blank_ones_and_comments() -> None:
+    lines = [line.strip() for line in (FOLDER / "grpo_minimal.py").read_text().splitlines()]
+    assert len([line for line in lines if line and not line.startswith("#")]) < 100
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_with_a_tiny_model(name: str, tmp_path: Path) -> None:
     arguments, check = EXAMPLES[name]

@@ -105,13 +105,13 @@ def _memory_of_its_own() -> Iterator[None]:
     those."""
     expandable = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
     if expandable:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     try:
         with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
             yield
     finally:
         if expandable:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def copy_bytes_per_s(device: torch.device | None) -> float:
