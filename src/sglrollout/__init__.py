@@ -63,6 +63,7 @@ from sglrollout.session.tools import Tool, ToolCall, ToolResult
 from sglrollout.session.turn import Turn
 from sglrollout.types import Chunk, Completion, FinishReason, Group, Message, Prompt, Timings, VersionSpan
 from sglrollout.version import __version__
+from sglrollout.weights.lora_source import LoRASource
 from sglrollout.weights.remote import Broadcast, Disk
 from sglrollout.weights.report import SyncReport, VerifyReport
 from sglrollout.weights.sources import FSDPSource, ModuleSource, TensorSource
@@ -101,6 +102,7 @@ __all__ = [
     "GroupStream",
     "HostMemoryError",
     "LifecycleError",
+    "LoRASource",
     "Message",
     "Metrics",
     "MismatchReport",

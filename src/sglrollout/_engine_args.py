@@ -29,6 +29,8 @@ OPTION_FOR = {
     "stream_interval": "chunk_tokens",
     "load_format": "load_format",
     "quantization": "quantization",
+    "max_lora_rank": "lora_rank",
+    "lora_target_modules": "lora_target_modules",
     "log_level": "log_level",
 }
 """SGLang's name of an argument that a typed option sets, to the option's name."""

@@ -71,7 +71,11 @@ class Sampling(Options, frozen=True):
     )
     regex: str | None = Field(default=None, description="Regular expression that the text must match.")
     ebnf: str | None = Field(default=None, description="EBNF grammar that the text must match.")
-    lora: str | None = Field(default=None, description="Name of the LoRA adapter to sample with.")
+    lora: str | None = Field(
+        default=None,
+        description="Name of the LoRA adapter to sample with; an empty one is the base model. "
+        "None is the adapter that a weight sync has brought, if one has.",
+    )
     logprobs: bool = Field(default=True, description="Return the natural-log probability of every sampled token.")
     skip_special_tokens: bool = Field(default=True, description="Leave special tokens out of the text.")
 
@@ -144,7 +148,7 @@ class Sampling(Options, frozen=True):
                 raise ValueError("must be valid Unicode, without lone surrogates") from None
         return value
 
-    @field_validator("regex", "ebnf", "lora")
+    @field_validator("regex", "ebnf")
     @classmethod
     def _not_blank(cls, value: str | None) -> str | None:
         return _refuse_blank(value)
@@ -260,6 +264,16 @@ class RolloutConfig(Options, frozen=True):
     load_format: str = Field(default="auto", description="How SGLang loads the checkpoint; dummy is random weights.")
     quantization: str | None = Field(
         default=None, description="SGLang's name of a quantization method; None is the model's own."
+    )
+    lora_rank: int | None = Field(
+        default=None,
+        ge=1,
+        description="Engines take LoRA adapters of up to this rank; None is no LoRA. See LoRASource.",
+    )
+    lora_target_modules: tuple[str, ...] = Field(
+        default=("all",),
+        min_length=1,
+        description="Modules that adapters may change, by SGLang's names (q_proj, gate_proj, ...); all is every one.",
     )
     log_dir: str | None = Field(
         default=None,

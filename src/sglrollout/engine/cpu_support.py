@@ -8,6 +8,7 @@ Imports neither torch nor sglang.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -79,6 +80,23 @@ def forgive_torchvision() -> None:
     """
     if not _has_finder(_TorchvisionFinder):
         sys.meta_path.insert(0, _TorchvisionFinder())
+
+
+def forgive_pinned_memory() -> None:
+    """Let memory that asks to be pinned, which needs a GPU, be ordinary memory. SGLang's LoRA asks always."""
+    import torch
+
+    for name in ("arange", "empty", "ones", "tensor", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
+
+
+def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return make
 
 
 def _has_finder(kind: type[MetaPathFinder]) -> bool:

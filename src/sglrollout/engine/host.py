@@ -177,6 +177,12 @@ class EngineHost:
             await self._engine.call_schedulers("end_copy", timeout_s)
         return {}
 
+    async def _on_load_adapter(
+        self, adapter: str, folder: str, config: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        await self._engine.load_adapter(adapter, folder, config, timeout_s)
+        return {}
+
     async def _copy(self, begin: str, timeout_s: float, arguments: dict[str, Any] | None = None) -> list[Any]:
         """Begin, and go on part by part; what every TP rank answered to the beginning."""
         begun = await self._engine.call_schedulers(begin, timeout_s, arguments)

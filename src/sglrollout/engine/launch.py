@@ -14,6 +14,7 @@ from sglrollout.wire.messages import Launch
 
 _CPU_DEFAULTS = {
     **{"attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": 32768},
+    **{"lora_backend": "torch_native"},
     **{"sleep_on_idle": True},  # else an idle engine's scheduler keeps a whole core busy, which others compute on
 }
 
@@ -86,6 +87,9 @@ def server_args(config: RolloutConfig, placement: Placement, index: int) -> dict
         "quantization": config.quantization,
         "log_level": config.log_level,
     }
+    if config.lora_rank is not None:
+        typed |= {"enable_lora": True, "max_lora_rank": config.lora_rank}
+        typed["lora_target_modules"] = list(config.lora_target_modules)
     if config.isolation == "thread" and placement.devices:
         typed |= _by_index(config, placement)
     defaults = _CPU_DEFAULTS if placement.device == "cpu" else {}

@@ -191,6 +191,16 @@ class Commands:
         await self._check("/update_weights_from_disk", body, timeout_s)
         return {}
 
+    async def _on_load_adapter(
+        self, timeout_s: float, adapter: str, folder: str, config: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Load a LoRA adapter from a directory that the servers see under this path, with its config in it. One of this
+        name is unloaded first, which waits for the requests that use it to end."""
+        await self._relabel(LOADING, timeout_s)
+        await self._all(lambda server: _unloaded(server, adapter, timeout_s))
+        await self._check("/load_lora_adapter", {"lora_name": adapter, "lora_path": folder}, timeout_s)
+        return {}
+
     async def _check(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
         await self._all(lambda server: _checked(server, path, body, timeout_s))
 
@@ -214,6 +224,11 @@ async def _begun(server: Server, timeout_s: float) -> None:
         with contextlib.suppress(RefusedError):  # none was open: then the next one says what is wrong
             await _checked(server, "/end_weight_update", {}, timeout_s)
         await _checked(server, "/begin_weight_update", {}, timeout_s)
+
+
+async def _unloaded(server: Server, name: str, timeout_s: float) -> None:
+    with contextlib.suppress(RefusedError):  # it has none of this name: else loading says what is wrong
+        await _checked(server, "/unload_lora_adapter", {"lora_name": name}, timeout_s)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

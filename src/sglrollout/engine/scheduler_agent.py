@@ -189,6 +189,25 @@ class Agent:
         measured: dict[str, float] = self._loader.load(timeout_s)
         return measured
 
+    def load_adapter(self, name: str, lora_id: str, folder: str, config: dict[str, Any]) -> None:
+        """Have a LoRA adapter, in place of the one with this id if there is one.
+
+        Raises:
+            ValueError: SGLang does not take it.
+        """
+        from safetensors.torch import load_file
+        from sglang.srt.lora.lora_registry import LoRARef
+
+        manager = self._runner.lora_manager
+        tensors = load_file(Path(folder) / "adapter_model.safetensors")
+        reference = LoRARef(lora_id=lora_id, lora_name=name, lora_path=folder, pinned=False)
+        known = manager.lora_refs.get(lora_id)
+        results = [manager.unload_lora_adapter(known)] if known is not None else []
+        results.append(manager.load_lora_adapter_from_tensors(reference, tensors, config))
+        failed = [result.error_message for result in results if not result.success]
+        if failed:
+            raise ValueError("; ".join(failed))
+
     def checksum(self, boxes: list[Any]) -> dict[str, Any]:
         """Sums of what each recorded copy wrote, cut by ``boxes``: by weight, copy, and box of that weight."""
         from sglrollout.checksum import checksum

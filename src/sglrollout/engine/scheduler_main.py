@@ -40,6 +40,8 @@ def run_scheduler(*args: Any, answers_to: str, steps_to: str | None = None, **kw
     scheduler_agent.install(answers_to)
     if steps_to is not None:
         scheduler_outputs.send_steps_to(steps_to)
+    if cpu_support.is_enabled():
+        cpu_support.forgive_pinned_memory()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     run_scheduler_process(*args, **kwargs)
@@ -66,6 +68,8 @@ def run_served_scheduler(
     keep_tokens_out_of_logs()
     keep_out_of_logs(secrets)
     note_shared_memory(args[1], scratch_dir)
+    if cpu_support.is_enabled():
+        cpu_support.forgive_pinned_memory()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     args = tuple(_Ready(value, later) if isinstance(value, Connection) else value for value in args)

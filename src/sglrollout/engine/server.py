@@ -26,7 +26,8 @@ from sglrollout.errors import ConfigError, EngineDiedError, EngineStartError, Li
 
 SERVER_OPTIONS = (
     *("model", "tokenizer", "revision", "trust_remote_code", "tp_size", "device", "devices", "dtype", "mem_fraction"),
-    *("context_length", "seed", "deterministic", "memory_saver", "load_format", "quantization", "engine_args"),
+    *("context_length", "seed", "deterministic", "memory_saver", "load_format", "quantization", "lora_rank"),
+    *("lora_target_modules", "engine_args"),
     *("start_timeout_s", "close_timeout_s", "log_dir", "log_level"),
 )
 """Those of RolloutConfig that say something of one server. The others are of a pool of engines."""

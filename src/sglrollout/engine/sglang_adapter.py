@@ -430,6 +430,19 @@ class SGLangEngine:
         """Tool calls in a text, by SGLang's parser of that name. Blocks: the first call imports them all."""
         return parse_tool_calls(text, tools, parser, self._manager.tokenizer, timeout_s)
 
+    async def load_adapter(self, name: str, folder: str, config: dict[str, Any], within_s: float) -> None:
+        """Have a LoRA adapter, in place of one of the same name, which running requests go on with, too."""
+        from sglang.srt.lora.lora_registry import LoRARef
+
+        registry = self._manager.lora_registry
+        known = registry.get_all_adapters().get(name)
+        reference = known or LoRARef(lora_name=name, lora_path=folder)
+        arguments = {"name": name, "lora_id": reference.lora_id, "folder": folder, "config": config}
+        await self.call_schedulers("load_adapter", within_s, arguments)
+        if known is None:
+            await registry.register(reference)
+            self._manager.lora_ref_cache[name] = reference
+
     async def call_schedulers(self, method: str, within_s: float, arguments: dict[str, Any] | None = None) -> list[Any]:
         """Run a method of the agent in every TP rank, between two steps.
 

@@ -169,12 +169,17 @@ class Sample:
 
     # ------------------------------------------------------------ on an engine
 
-    def aim(self) -> None:
-        """Make the request ask for what is still to come. An engine takes its tokens for a part of the prompt."""
+    def aim(self, adapter: str | None = None) -> None:
+        """Make the request ask for what is still to come. An engine takes its tokens for a part of the prompt.
+
+        Args:
+            adapter: what it is sampled with, unless the caller named one.
+        """
         num_tokens, room = len(self.request.token_ids), self.room
         least = max(0, min(room, self.sampling.min_new_tokens - num_tokens))
-        given = {"min_new_tokens": least} if "min_new_tokens" in self.wire else {}
+        given: dict[str, Any] = {"min_new_tokens": least} if "min_new_tokens" in self.wire else {}
         self.request.prompt_ids = self.prepared.ids + tuple(self.request.token_ids)
+        given |= {"lora": adapter} if adapter is not None and self.sampling.lora is None else {}
         self.request.sampling = {**self.wire, **given, "max_new_tokens": max(1, room)}
 
     def hold(self, lease: Lease[Member]) -> None:

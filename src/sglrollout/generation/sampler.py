@@ -87,8 +87,8 @@ class Sampler:
         if sampling.seed is not None and not self.info.deterministic:
             rule = "takes effect only with RolloutConfig(deterministic=True)"
             raise ConfigError("sampling.seed", sampling.seed, rule)
-        if sampling.lora is not None and not self.info.lora:
-            rule = "needs engines with LoRA, which SGLang would ignore otherwise: give engine_args lora_paths"
+        if sampling.lora and not self.info.lora:
+            rule = "needs engines with LoRA, as SGLang would ignore it otherwise: lora_rank, or engine_args lora_paths"
             raise ConfigError("sampling.lora", sampling.lora, rule)
         for name in ("stop", "json_schema", "regex", "ebnf"):
             if getattr(sampling, name) and not self.info.has_tokenizer:
@@ -161,7 +161,8 @@ class Sampler:
             if sample.request.ended:
                 lease.release()
                 return
-            sample.aim()
+            adapter = self.pool.adapter
+            sample.aim(adapter.name if adapter is not None else None)
             sample.hold(lease)
             try:
                 with anyio.CancelScope() as sample.handover:  # its end, or its engine's, ends this wait for the channel
@@ -218,6 +219,8 @@ class Sampler:
 
     def _wire(self, sampling: Sampling, index: int) -> dict[str, Any]:
         wire = sampling.wire()
+        if sampling.lora == "":
+            del wire["lora"]
         if self.info.deterministic:
             # SGLang gives every unseeded request the same seed, so that a group's samples would all be equal.
             wire["seed"] = (random.getrandbits(31) if sampling.seed is None else sampling.seed) + index

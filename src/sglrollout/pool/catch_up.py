@@ -87,7 +87,7 @@ class CatchUp:
                 return ""  # there was no sync yet, or it is a server that has gone on meanwhile
             if is_remote(member):
                 return f"it came back, and has not the weights of version {version}: stale until the next sync"
-            if self._kept_of(version) is None and self._peer(member) is None:
+            if self._needs_base and self._kept_of(version) is None and self._peer(member) is None:
                 return "it was restarted with its start-up weights, and no engine has others to give"
             try:
                 has_them = await self._adopt(member, version)
@@ -108,6 +108,9 @@ class CatchUp:
 
     async def _adopt(self, member: Member, version: int) -> bool:
         """Give it the weights of that version; whether they could be had."""
+        if not self._needs_base:
+            await self._finish(member, version)
+            return True
         kept = self._kept_of(version)
         if kept is not None:
             await self._hand_over(kept, member)
@@ -123,7 +126,17 @@ class CatchUp:
 
     async def _hand_over(self, snapshot: Snapshot, member: Member) -> None:
         await member.engine.command("adopt_weights", self._timeout_s, paths=snapshot.paths)
-        await member.engine.command("resume", self._timeout_s, version=snapshot.version, flush=True)
+        await self._finish(member, snapshot.version)
+
+    @property
+    def _needs_base(self) -> bool:
+        """Whether what an engine starts with is not what the others have, an adapter apart."""
+        return self._pool.has_new_base or self._pool.adapter is None
+
+    async def _finish(self, member: Member, version: int) -> None:
+        if self._pool.adapter is not None:
+            await self._pool.adapter.bring(member.engine, self._timeout_s)
+        await member.engine.command("resume", self._timeout_s, version=version, flush=True)
 
     # ------------------------------------------------------------ export
 

@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 from sglrollout.concurrency import in_parallel
 from sglrollout.engine.protocol import Engine
 from sglrollout.errors import LifecycleError, NoEngineError, StaleWeightsError, fresh
+from sglrollout.pool.adapter import Adapter
 from sglrollout.pool.catch_up import CatchUp, is_remote
 from sglrollout.pool.dispatcher import Dispatcher
 from sglrollout.pool.limits import Limit
@@ -162,6 +163,10 @@ class Pool:
         self.last_version = 0
         self.attached: object | None = None
         """The weight syncer whose plan engines hold; they hold one at a time."""
+        self.has_new_base = False
+        """Whether engines have, or may have, other weights than from their start, adapters apart."""
+        self.adapter: Adapter | None = None
+        """What samples are sampled with by default, in the version of :attr:`weight_version`."""
         self.on_sync: Callable[[Any], None] | None = None
         """Called at the end of each weight sync that went well, with its report. It must not fail."""
         self.watchers: list[Callable[[], None]] = []

@@ -15,7 +15,15 @@ import msgspec
 
 from sglrollout.boxes import Box
 from sglrollout.concurrency import in_parallel, to_the_end, unwrapped
-from sglrollout.errors import EngineError, EngineRequestError, RolloutError, WeightNamesError, WeightSyncError
+from sglrollout.errors import (
+    ConfigError,
+    EngineError,
+    EngineRequestError,
+    RolloutError,
+    WeightNamesError,
+    WeightSyncError,
+)
+from sglrollout.pool.adapter import Adapter
 from sglrollout.pool.pool import Member, Pool
 from sglrollout.pool.sleep import TAGS, wake_members
 from sglrollout.wire.messages import WeightReport, WeightSpec
@@ -56,6 +64,9 @@ class Leader:
         self.keys: dict[str, str] = {}
         """What an engine is called among those of all ranks."""
         self.num_bytes = 0
+        self._mode: PauseMode = "retract"
+        self._adapter: Adapter | None = None
+        """What this sync has brought."""
 
     async def muster(self) -> None:
         """If no engine is up, wait for one that is restarted, as long as a phase may take. One that died asleep is
@@ -138,6 +149,7 @@ class Leader:
             the seconds that took, and whether all on this machine still hold the plan that was made for them.
         """
         begun = time.perf_counter()
+        self._mode, self._adapter = mode, None
         self.pool.hold(self.members)
         for member in self.members:
             member.paused = True
@@ -235,6 +247,43 @@ class Leader:
     async def load_from_disk(self, path: str) -> None:
         await self._remote("transfer", "load_from_disk", lambda m: {"path": path})
 
+    # ------------------------------------------------------------ LoRA
+
+    def refuse_without_lora(self) -> None:
+        """
+        Raises:
+            ConfigError: an engine was not started for adapters.
+        """
+        for member in self.members:
+            if member.engine.info is not None and not member.engine.info.lora:
+                rule = f"needs engines that were started with RolloutConfig(lora_rank=...), and {member.name} was not"
+                raise ConfigError("source", "a LoRASource", rule)
+
+    def refuse_to_change_adapter(self, name: str) -> None:
+        """With engines stopped, and before they are told of another version of an adapter.
+
+        Raises:
+            WeightSyncError: what runs would go on with what it has, or without weights.
+        """
+        pool = self.pool
+        if any(member.garbage or "weights" in member.asleep for member in self.members):
+            message = 'the base model was given up in a sleep, and an adapter is all that comes: sleep(["kv_cache"])'
+            raise WeightSyncError("plan", message)
+        stale = next((member for member in self.members if member.stale), None)
+        if stale is not None and pool.has_new_base:
+            message = f"its base model may be wrong, and an adapter is all that comes ({stale.stale}): sync all weights"
+            raise WeightSyncError("plan", message, engine=stale.name)
+        running = sum(pool.dispatcher.num_inflight(member) for member in self.members)
+        is_new = pool.adapter is None or pool.adapter.name != name
+        if running and self._mode != "abort" and (is_new or self.remote):
+            why = "samples are under way without it" if is_new else "a remote engine changes it for new requests only"
+            raise WeightSyncError("plan", f'the adapter cannot be changed: {why}. Use sync(mode="abort")')
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Let every engine load it, in place of the version before."""
+        await self._all("transfer", lambda m: adapter.bring(m.engine, self._timeout_s))
+        self._adapter = adapter
+
     async def _remote(
         self,
         phase: str,
@@ -278,6 +327,8 @@ class Leader:
         for member in self.pool.restarting:
             member.asleep = {}  # all others are awake
         self.pool.weight_version = version
+        if self._adapter is not None:
+            self.pool.adapter = self._adapter
         self.pool.release(self.members)
 
     async def checksums(self, boxes: Sequence[Sequence[Box]]) -> dict[str, list[list[int]]]:

@@ -16,14 +16,16 @@ from sglrollout.boxes import Box
 from sglrollout.errors import ConfigError, WeightNamesError, WeightSyncError
 from sglrollout.weights.control import Ranks, machine
 from sglrollout.weights.leader import EngineFacts, Leader
+from sglrollout.weights.lora_source import LoRASource
 from sglrollout.weights.phases import Phases, together
-from sglrollout.weights.remote import Remote, make_road
+from sglrollout.weights.remote import Disk, Remote, make_road
 from sglrollout.weights.sources import Weight, WeightSource
 from sglrollout.weights.worker import Worker
 from sglrollout.wire.link import Listener
 from sglrollout.wire.messages import WeightReport, WeightSpec
 
 if TYPE_CHECKING:
+    from sglrollout.weights.lora_road import LoRARoad
     from sglrollout.weights.memory import Exports
     from sglrollout.weights.roads import RemoteRoad, Road
     from sglrollout.weights.transfer import Layout, Transfer
@@ -90,6 +92,11 @@ class Plan:
     num_engines: int
     num_remote: int
     copy_bytes_per_s: float
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether an adapter is all that it brings."""
+        return self.method == "lora"
 
     @property
     def num_buckets(self) -> int:
@@ -159,7 +166,8 @@ class Planner:
         odd = next((rank for rank, fact in enumerate(facts) if fact.digest != facts[0].digest), None)
         if odd is not None:
             raise WeightSyncError("plan", "it has other weights, by name, shape or dtype, than rank 0", odd)
-        consumers = _consumers(facts)
+        is_lora = isinstance(self._source, LoRASource)
+        consumers = [[] for _ in facts] if is_lora else _consumers(facts)
         if leader is not None:
             leader.keys = {engine.name: _key(facts, self._ranks.rank, engine.name) for engine in engines}
         if not any(engine.devices or engine.remote for fact in facts for engine in fact.engines):
@@ -167,6 +175,9 @@ class Planner:
 
         async def describe() -> list[WeightReport]:
             if leader is None:
+                return []
+            if is_lora:
+                leader.refuse_without_lora()
                 return []
             leader.pool.attached = None  # engines forget what another syncer planned
             return await leader.describe([weight.spec for weight in weights], self._options.allow_missing)
@@ -240,7 +251,7 @@ class Planner:
         """
         every = [report for of_rank in reports for report in of_rank]
         if not every:
-            if any(fact.has_remote_engines for fact in facts):
+            if isinstance(self._source, LoRASource) or any(fact.has_remote_engines for fact in facts):
                 return "", ""
             raise WeightSyncError("plan", "no rank owns a running engine")
         wrong = {
@@ -291,7 +302,11 @@ class Planner:
             fast = Transfer(layout, self._source, mine, options.bucket_bytes, options.num_slots, exports, direct)
         elif method == "portable":
             roads.append(PortableTransfer(layout, self._source, mine, options.bucket_bytes))
-        if any(fact.has_remote_engines for fact in facts):
+        if isinstance(self._source, LoRASource):
+            remote = self._lora_road(layout, self._source, facts)
+            roads.append(remote)
+            methods.append(remote.method)
+        elif any(fact.has_remote_engines for fact in facts):
             serves = facts[self._ranks.rank].has_remote_engines
             bucket_bytes, timeout_s = options.bucket_bytes, options.timeout_s
             remote = make_road(options.remote, serves, layout, self._source, bucket_bytes, timeout_s, self._written)
@@ -314,6 +329,18 @@ class Planner:
             num_remote=sum(engine.remote for engine in everywhere),
             copy_bytes_per_s=speed,
         )
+
+    def _lora_road(self, layout: Layout, source: LoRASource, facts: list[Facts]) -> LoRARoad:
+        from sglrollout.weights.lora_road import LoRARoad
+
+        mine, option = facts[self._ranks.rank], self._options.remote
+        folder = self._listener.directory
+        if mine.has_remote_engines:
+            if not isinstance(option, Disk):
+                rule = "must be a Disk with LoRASource and remote engines: SGLang's servers load adapters from there"
+                raise ConfigError("remote", option, rule)
+            folder = Path(option.folder)
+        return LoRARoad(layout, source, self._options.bucket_bytes, folder if mine.engines else None, self._written)
 
 
 def _refuse_duplicates(weights: list[Weight]) -> None:

@@ -236,6 +236,7 @@ class WeightSyncer:
             await self._prove(leader, self._plan)
             moving = True
             if leader is not None:
+                leader.pool.has_new_base |= not self._plan.is_lora
                 leader.pool.last_version = version  # its number, whatever comes of it: no other weights may have it
             seconds = await self._move(leader, self._plan, mode, version)
         except BaseException as error:

@@ -12,7 +12,7 @@ import msgspec
 
 from sglrollout.boxes import Box
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 # ---------------------------------------------------------------- both ways
@@ -76,6 +76,7 @@ CommandName: TypeAlias = Literal[
     "export_weights",
     "drop_export",
     "adopt_weights",
+    "load_adapter",
     "sleep",
     "wake",
     "memory",
