@@ -63,6 +63,7 @@ class _ServerInfo(msgspec.Struct):
     enable_weights_cpu_backup: bool | None = False
     enable_lora: bool | None = None
     lora_paths: Any = None
+    max_lora_rank: int | None = None
     internal_states: list[dict[str, Any]] = []
 
 
@@ -219,6 +220,7 @@ def describe(facts: Sequence[Facts], model: ModelFacts, start_s: float) -> Engin
         keeps_weights=all(each.server.enable_weights_cpu_backup for each in facts),
         tp_size=sum(each.server.tp_size for each in facts),
         lora=all(each.server.enable_lora or each.server.lora_paths for each in facts),
+        lora_rank=min(each.server.max_lora_rank or 0 for each in facts),
         weight_version=_version(label_of(facts)),
         start_s=start_s,
         warnings=_warnings(first, label_of(facts), model),

@@ -216,6 +216,7 @@ class SGLangEngine:
             keeps_weights=bool(self._info_args.get("enable_weights_cpu_backup")),
             tp_size=len(self._schedulers),
             lora=bool(getattr(manager, "enable_lora", False)),
+            lora_rank=int(getattr(args, "max_lora_rank", None) or 0),
             weight_version=self.weight_version,
             start_s=self._start_s,
             warnings=self.warnings,

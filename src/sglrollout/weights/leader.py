@@ -249,15 +249,20 @@ class Leader:
 
     # ------------------------------------------------------------ LoRA
 
-    def refuse_without_lora(self) -> None:
+    def refuse_without_lora(self, rank: int) -> None:
         """
         Raises:
-            ConfigError: an engine was not started for adapters.
+            ConfigError: an engine was not started for adapters, or not for such large ones.
         """
         for member in self.members:
-            if member.engine.info is not None and not member.engine.info.lora:
+            info = member.engine.info
+            assert info is not None  # it is serving
+            if not info.lora:
                 rule = f"needs engines that were started with RolloutConfig(lora_rank=...), and {member.name} was not"
                 raise ConfigError("source", "a LoRASource", rule)
+            if info.lora_rank and rank > info.lora_rank:
+                rule = f"must be at most {info.lora_rank}, for which {member.name} was started (lora_rank)"
+                raise ConfigError("source.config.r", rank, rule)
 
     def refuse_to_change_adapter(self, name: str) -> None:
         """With engines stopped, and before they are told of another version of an adapter.

@@ -9,8 +9,8 @@ from sglrollout.errors import ConfigError
 from sglrollout.weights.sources import FSDPSource, Weight
 
 _TENSOR = re.compile(r"^(?P<module>.+)\.(?P<kind>lora_[AB]|lora_embedding_[AB])\.(?P<adapter>[^.]+)(?P<end>\.weight)?$")
-_FUSED = (("q_proj", ("k_proj", "v_proj")), ("gate_proj", ("up_proj",)))
-"""SGLang puts these together, and takes those on the right only where the one on the left is, too."""
+_GOES_WITH = {"q_proj": "v_proj", "v_proj": "q_proj", "k_proj": "q_proj", "up_proj": "gate_proj"}
+"""SGLang has some projections as one, and takes one on the left only with the one on the right."""
 
 
 class LoRASource:
@@ -77,10 +77,9 @@ class LoRASource:
             own = shape[0 if name.removesuffix(".weight").endswith("A") else -1]
             if own != rank:
                 raise ConfigError("config.r", rank, f"must be the rank of every module: that of {name} is {own}")
-        for first, others in _FUSED:
-            for other in others:
-                if other in self._targets and first not in self._targets:
-                    raise ConfigError("config.target_modules", other, f"must go with {first}: SGLang has them as one")
+        for target, other in _GOES_WITH.items():
+            if target in self._targets and other not in self._targets:
+                raise ConfigError("config.target_modules", target, f"must go with {other}: SGLang has them as one")
         for name in self._all_names():
             if f".lora_magnitude_vector.{self.adapter}" in name or f".modules_to_save.{self.adapter}." in name:
                 raise ConfigError("module", name, "is of an adapter, and no LoRA matrix, which SGLang does not take")

@@ -166,8 +166,7 @@ class Planner:
         odd = next((rank for rank, fact in enumerate(facts) if fact.digest != facts[0].digest), None)
         if odd is not None:
             raise WeightSyncError("plan", "it has other weights, by name, shape or dtype, than rank 0", odd)
-        is_lora = isinstance(self._source, LoRASource)
-        consumers = [[] for _ in facts] if is_lora else _consumers(facts)
+        consumers = _consumers(facts) if not isinstance(self._source, LoRASource) else [[] for _ in facts]
         if leader is not None:
             leader.keys = {engine.name: _key(facts, self._ranks.rank, engine.name) for engine in engines}
         if not any(engine.devices or engine.remote for fact in facts for engine in fact.engines):
@@ -176,8 +175,8 @@ class Planner:
         async def describe() -> list[WeightReport]:
             if leader is None:
                 return []
-            if is_lora:
-                leader.refuse_without_lora()
+            if isinstance(self._source, LoRASource):
+                leader.refuse_without_lora(self._source.config["r"])
                 return []
             leader.pool.attached = None  # engines forget what another syncer planned
             return await leader.describe([weight.spec for weight in weights], self._options.allow_missing)

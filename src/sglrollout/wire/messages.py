@@ -165,6 +165,8 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True):
     weight_version: int
     start_s: float
     warnings: list[str] = []
+    lora_rank: int = 0
+    """Of the largest adapter that it takes; 0 where that is not known."""
     remote: bool = False
     """Whether it is a server that others started; its weights are not to be had."""
 
