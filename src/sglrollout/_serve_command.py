@@ -89,6 +89,8 @@ def _add_option(options: Any, name: str) -> None:
         )
     elif name == "devices":
         options.add_argument(flag, dest=name, nargs="+", type=_scalar, metavar="DEVICE", help=_help(name))
+    elif name == "lora_target_modules":
+        options.add_argument(flag, dest=name, nargs="+", metavar="MODULE", help=_help(name))
     elif bool in kinds:
         options.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=_help(name))
     else:

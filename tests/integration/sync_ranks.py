@@ -6,6 +6,7 @@ Rank 0 owns a real engine on the CPU. What happened in each scenario is written 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import signal
@@ -307,7 +308,34 @@ async def failure(call: Callable[[], Any]) -> dict[str, Any]:
     return {"type": None}
 
 
+async def lora(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    """An adapter whose matrices are cut over the ranks."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    reference = get_peft_model(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model = copy.deepcopy(reference)
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    async with sr.WeightSyncer(rollout, sr.LoRASource(model), bucket_bytes=1 << 12) as syncer:
+        report = await syncer.sync()
+        found: dict[str, Any] = {"method": report.method, "num_buckets": report.num_buckets}
+        if rollout is not None:
+            groups = await rollout.generate(PROMPTS, sampling=GREEDY)
+            expected = [greedy(reference, group.prompt_ids) for group in groups]
+            found["equal"] = [list(group.completions[0].token_ids) for group in groups] == expected
+    return found
+
+
 SCENARIOS: dict[str, Callable[..., Any]] = {
+    "lora": lora,
     "cuts": cuts,
     "offloaded": offloaded,
     "after_a_forward": after_a_forward,

@@ -75,12 +75,15 @@ def borrowing(shared: sr.AsyncRolloutEngine) -> type[sr.AsyncRolloutEngine]:
                 ]
                 self.config = self.config.replace(model=shared.config.model)
                 return await super().start(wait)
+            if self.config.lora_rank is not None:  # pages after this one go on without an adapter
+                self.config = self.config.replace(model=shared.config.model)
+                return await super().start(wait)
             own = {name: vars(self)[name] for name in ("config", "_exports", "_given_engines")}
             vars(self).update(vars(shared) | own)
             return self
 
         async def close(self) -> None:
-            if self.config.memory_saver:
+            if self.config.memory_saver or self.config.lora_rank is not None:
                 await super().close()
             self._withdraw_exports()
 
@@ -255,7 +258,6 @@ SUPPLIED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "model": lambda names: load_model(),
     "optimizer": lambda names: optimizer_of(names["model"]),
     "actor_critic": lambda names: actor_critic_of(names["model"]),
-    "merge_lora": lambda names: lambda model: model.named_parameters(),
     "folder": lambda names: Path.cwd(),
     "syncer": lambda names: sr.WeightSyncer(names["rollout"], sr.ModuleSource(names["model"])),
     "session": lambda names: names["rollout"].session(),

@@ -88,7 +88,9 @@ async def test_engines_answer_with_the_adapter_after_each_sync_and_without_it_wh
         assert list(group.completions[0].token_ids) == greedy(model, group.prompt_ids)
 
 
-@pytest.mark.parametrize("config", [{"use_rslora": True}, {"target_modules": ["q_proj", "v_proj", "down_proj"]}, {"r": 8}])
+@pytest.mark.parametrize(
+    "config", [{"use_rslora": True}, {"target_modules": ["q_proj", "v_proj", "down_proj"]}, {"r": 8}]
+)
 async def test_adapters_of_other_kinds_do_what_peft_does_with_them(
     rollout: sr.AsyncRolloutEngine, tiny_model: Path, config: dict[str, Any]
 ) -> None:

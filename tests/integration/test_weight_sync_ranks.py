@@ -97,6 +97,14 @@ def test_two_ranks_sync_sharded_and_whole_weights_and_survive_failures(tmp_path:
     assert owner["failing_rank"]["healed"] == ["ready"]
 
 
+def test_two_ranks_sync_an_adapter_of_which_each_has_a_part(tmp_path: Path) -> None:
+    owner, other = torchrun(2, "lora", tmp_path, more={"lora_rank": 4})
+    assert owner["lora"].pop("equal")
+    assert owner == other
+    assert owner["lora"]["method"] == "lora"
+    assert owner["lora"]["num_buckets"] > 2
+
+
 def test_four_ranks_sync_every_way_to_cut_a_model_into_an_engine_with_two_tp_ranks(tmp_path: Path) -> None:
     found = torchrun(4, "cuts", tmp_path, vocab_size=515, tie=False, tp_size=2)
     for of_rank in found:

@@ -402,9 +402,10 @@ class WeightSyncer:
             if comparable:
                 theirs = await leader.checksums(plan.layout.boxes)
                 compare(plan.layout.weights, plan.layout.boxes, plan.reports, sums, theirs)
+            adapter = leader.pool.adapter.name if leader.pool.adapter is not None else None
             return (
                 leader.pool.weight_version,
-                *await canary(leader.members, max(self._timeout_s, _COLD_S), tolerance),
+                *await canary(leader.members, max(self._timeout_s, _COLD_S), tolerance, adapter),
                 leader.num_bytes,
             )
 

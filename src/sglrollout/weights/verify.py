@@ -86,8 +86,10 @@ def compare(
         raise WeightMismatchError(list(wrong))
 
 
-async def canary(members: Sequence[Member], timeout_s: float, tolerance: float) -> tuple[list[int], list[float]]:
-    """Let every engine answer one prompt greedily.
+async def canary(
+    members: Sequence[Member], timeout_s: float, tolerance: float, adapter: str | None
+) -> tuple[list[int], list[float]]:
+    """Let every engine answer one prompt greedily, with the adapter if there is one.
 
     Raises:
         WeightSyncError: their answers differ, or are not numbers.
@@ -100,7 +102,8 @@ async def canary(members: Sequence[Member], timeout_s: float, tolerance: float) 
         info = members[i].engine.info
         assert info is not None
         prompt = [(7 * k + 3) % info.vocab_size for k in range(_CANARY_PROMPT)]
-        request = Request(prompt, {"temperature": 0.0, "max_new_tokens": _CANARY_TOKENS, "ignore_eos": True})
+        sampling = {"temperature": 0.0, "max_new_tokens": _CANARY_TOKENS, "ignore_eos": True}
+        request = Request(prompt, sampling | ({"lora": adapter} if adapter is not None else {}))
         request.engine = members[i].name
         await members[i].engine.submit(request)
         try:
