@@ -202,7 +202,7 @@ async def test_a_server_loads_an_adapter_from_a_disk_that_it_shares(tiny_model: 
                 stream = rollout.stream(PROMPTS[0], LONG, chunk_tokens=1)
                 await anext(stream)
                 with pytest.raises(sr.WeightSyncError, match="for new requests only"):
-                    await syncer.sync()
+                    await syncer.sync(mode="in_place")
                 await stream.aclose()
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -839,7 +839,7 @@ async def test_a_sample_that_had_just_ended_is_not_sampled_on_when_it_is_saved_o
     async with rollout_of(engine) as rollout:
         collector = rollout.collect(prompts(12), sampling=sr.Sampling(max_new_tokens=100))
         waiting = asyncio.ensure_future(anyio_await(collector))
-        states = []
+        states: list[str] = []
         while not waiting.done():
             await asyncio.sleep(
                 0 if len(states) < 500 else 0.001
