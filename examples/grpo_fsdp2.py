@@ -124,11 +124,10 @@ class Loop:
     async def run(self, path: str) -> None:
         rollout = None
         if self.leads:
-            cuda = (
-                {"memory_saver": True, "mem_fraction": 0.5} if self.options.device == "cuda" else {"dtype": "float32"}
-            )
+            on_gpu = {"dtype": "bfloat16", "memory_saver": True, "mem_fraction": 0.5}
+            own = on_gpu if self.options.device == "cuda" else {"dtype": "float32"}
             more = {"enable_fp32_lm_head": True, **self.options.engine_args}
-            rollout = sr.AsyncRolloutEngine(path, device=self.options.device, engine_args=more, **cuda)
+            rollout = sr.AsyncRolloutEngine(path, device=self.options.device, engine_args=more, **own)
             await rollout.start(wait=False)  # beside the trainer
         try:
             if self.options.device == "cuda":

@@ -148,6 +148,11 @@ class Sampling(Options, frozen=True):
                 raise ValueError("must be valid Unicode, without lone surrogates") from None
         return value
 
+    @field_validator("lora")
+    @classmethod
+    def _empty_or_not_blank(cls, value: str | None) -> str | None:
+        return _refuse_blank(value) if value else value
+
     @field_validator("regex", "ebnf")
     @classmethod
     def _not_blank(cls, value: str | None) -> str | None:

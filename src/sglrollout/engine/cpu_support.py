@@ -86,6 +86,8 @@ def forgive_pinned_memory() -> None:
     """Let memory that asks to be pinned, which needs a GPU, be ordinary memory. SGLang's LoRA asks always."""
     import torch
 
+    with torch.device("cpu"):
+        torch.empty(0)  # torch notes which of its functions heed such a block when it first meets one
     for name in ("arange", "empty", "ones", "tensor", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor

@@ -196,7 +196,6 @@ class Commands:
     ) -> dict[str, Any]:
         """Load a LoRA adapter from a directory that the servers see under this path, with its config in it. One of this
         name is unloaded first, which waits for the requests that use it to end."""
-        await self._relabel(LOADING, timeout_s)
         await self._all(lambda server: _unloaded(server, adapter, timeout_s))
         await self._check("/load_lora_adapter", {"lora_name": adapter, "lora_path": folder}, timeout_s)
         return {}

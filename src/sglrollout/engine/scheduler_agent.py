@@ -190,7 +190,7 @@ class Agent:
         return measured
 
     def load_adapter(self, name: str, lora_id: str, folder: str, config: dict[str, Any]) -> None:
-        """Have a LoRA adapter, in place of the one with this id if there is one.
+        """Have a LoRA adapter, in place of one of its name, and where batches take it from.
 
         Raises:
             ValueError: SGLang does not take it.
@@ -201,12 +201,17 @@ class Agent:
         manager = self._runner.lora_manager
         tensors = load_file(Path(folder) / "adapter_model.safetensors")
         reference = LoRARef(lora_id=lora_id, lora_name=name, lora_path=folder, pinned=False)
-        known = manager.lora_refs.get(lora_id)
-        results = [manager.unload_lora_adapter(known)] if known is not None else []
+        known = [other for other in manager.lora_refs.values() if other.lora_name == name]
+        results = [manager.unload_lora_adapter(other) for other in known]
         results.append(manager.load_lora_adapter_from_tensors(reference, tensors, config))
         failed = [result.error_message for result in results if not result.success]
         if failed:
             raise ValueError("; ".join(failed))
+        try:
+            manager.fetch_new_loras({lora_id})  # else the first batch would find out that it does not fit, and die
+        except BaseException:
+            manager.unload_lora_adapter(reference)
+            raise
 
     def checksum(self, boxes: list[Any]) -> dict[str, Any]:
         """Sums of what each recorded copy wrote, cut by ``boxes``: by weight, copy, and box of that weight."""

@@ -40,7 +40,7 @@ def run_scheduler(*args: Any, answers_to: str, steps_to: str | None = None, **kw
     scheduler_agent.install(answers_to)
     if steps_to is not None:
         scheduler_outputs.send_steps_to(steps_to)
-    if cpu_support.is_enabled():
+    if cpu_support.is_enabled() and args[0].enable_lora:
         cpu_support.forgive_pinned_memory()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
@@ -68,7 +68,7 @@ def run_served_scheduler(
     keep_tokens_out_of_logs()
     keep_out_of_logs(secrets)
     note_shared_memory(args[1], scratch_dir)
-    if cpu_support.is_enabled():
+    if cpu_support.is_enabled() and args[0].enable_lora:
         cpu_support.forgive_pinned_memory()
     from sglang.srt.managers.scheduler import run_scheduler_process
 

@@ -75,6 +75,8 @@ class SGLangEngine:
         self._answers = self._zmq.socket(zmq.PULL)
         self._answers.bind(self._answers_address)
         self._scratch_dir, self._num_calls, self._call_lock = launch.scratch_dir, 0, asyncio.Lock()
+        self._adapters: dict[str, Any] = {}
+        """SGLang's references of LoRA adapters, by name; also of those that it may not have."""
         self._state_lock = asyncio.Lock()
         self._has_session = False
         try:
@@ -436,11 +438,10 @@ class SGLangEngine:
         from sglang.srt.lora.lora_registry import LoRARef
 
         registry = self._manager.lora_registry
-        known = registry.get_all_adapters().get(name)
-        reference = known or LoRARef(lora_name=name, lora_path=folder)
+        reference = self._adapters.setdefault(name, LoRARef(lora_name=name, lora_path=folder))
         arguments = {"name": name, "lora_id": reference.lora_id, "folder": folder, "config": config}
         await self.call_schedulers("load_adapter", within_s, arguments)
-        if known is None:
+        if name not in registry.get_all_adapters():
             await registry.register(reference)
             self._manager.lora_ref_cache[name] = reference
 

@@ -92,9 +92,9 @@ class CatchUp:
             try:
                 has_them = await self._adopt(member, version)
             except HostMemoryError as error:
-                return f"it was restarted, and could not get the weights of another engine: {error}"
+                return f"it was restarted, and could not get the current weights: {error}"
             except (EngineError, OSError) as error:
-                reason = f"it was restarted, and could not get the weights of another engine: {error}"
+                reason = f"it was restarted, and could not get the current weights: {error}"
                 _log.warning("%s: %s", member.name, reason)
                 if isinstance(error, EngineRequestError) and error.timed_out and error.engine == member.name:
                     await member.engine.kill("it hangs: it was told to take the current weights, and did not answer")
@@ -199,7 +199,7 @@ class CatchUp:
                 while True:
                     await pool.until(lambda: pool.weight_version > self._latest and not pool.busy)
                     await self._drop_kept()
-                    self._latest = await self._keep_one()
+                    self._latest = await self._keep_one() if self._needs_base else pool.weight_version
         finally:
             await self._drop_kept()
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from sglrollout.concurrency import in_parallel
 from sglrollout.engine.protocol import Engine
+from sglrollout.engine.scratch import new_scratch, remove_scratch
 from sglrollout.errors import LifecycleError, NoEngineError, StaleWeightsError, fresh
 from sglrollout.pool.adapter import Adapter
 from sglrollout.pool.catch_up import CatchUp, is_remote
@@ -54,6 +56,8 @@ class Member:
         asleep: the memory that is given up, by tag, with its bytes per TP rank (0 where that is not known).
         stale: why its weights are not the trainer's; empty when they are.
         garbage: its weights came back from a sleep as garbage, all of them.
+        base_doubtful: its weights, an adapter apart, may be others than the pool's, and not garbage.
+        adapter_doubtful: it may have another version of the adapter than the pool's, or none.
         paused: it takes no steps until it is told to resume.
         num_restarts: how often it was started again, in vain included.
         has_memory_saver: it can give memory up.
@@ -65,6 +69,7 @@ class Member:
         self.asleep: dict[str, int] = {}
         self.stale = ""
         self.garbage = self.paused = False
+        self.base_doubtful = self.adapter_doubtful = False
         self.num_restarts = 0
         self.has_memory_saver = False
         self._limit: Limit | None = None
@@ -167,6 +172,7 @@ class Pool:
         """Whether engines have, or may have, other weights than from their start, adapters apart."""
         self.adapter: Adapter | None = None
         """What samples are sampled with by default, in the version of :attr:`weight_version`."""
+        self._adapters: Path | None = None
         self.on_sync: Callable[[Any], None] | None = None
         """Called at the end of each weight sync that went well, with its report. It must not fail."""
         self.watchers: list[Callable[[], None]] = []
@@ -192,6 +198,13 @@ class Pool:
         if self._keeps_snapshot:
             tasks.start_soon(self._catch_up.keep)
         self.changed()
+
+    @property
+    def adapters(self) -> Path:
+        """Where adapters are kept for engines of this machine, those that restart among them."""
+        if self._adapters is None:
+            self._adapters = new_scratch()
+        return self._adapters
 
     def _first_version(self) -> int:
         """That of the local engines, whose weights are known; without any, the latest of the remote ones."""
@@ -229,6 +242,9 @@ class Pool:
 
     def _join(self, member: Member, stale: str) -> None:
         member.join(self._max_inflight, stale)
+        info = member.engine.info
+        member.base_doubtful = bool(stale) and (self.has_new_base or info is None or info.weight_version != 0)
+        member.adapter_doubtful = bool(stale)
         for warning in member.engine.info.warnings if member.engine.info else ():
             _log.warning("%s: %s", member.name, warning)
 
@@ -383,7 +399,11 @@ class Pool:
         for supervisor in self._supervisors:
             supervisor.stop()
         self._catch_up.stop()
-        await in_parallel(member.engine.close for member in self.members)
+        try:
+            await in_parallel(member.engine.close for member in self.members)
+        finally:
+            if self._adapters is not None:
+                remove_scratch(self._adapters)
 
 
 def _foreign(member: Member, version: int) -> str:

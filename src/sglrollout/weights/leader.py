@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from sglrollout.boxes import Box
@@ -65,8 +67,10 @@ class Leader:
         """What an engine is called among those of all ranks."""
         self.num_bytes = 0
         self._mode: PauseMode = "retract"
+        self._is_lora = False
+        """Whether this sync brings an adapter, and no more."""
         self._adapter: Adapter | None = None
-        """What this sync has brought."""
+        """What it has brought."""
 
     async def muster(self) -> None:
         """If no engine is up, wait for one that is restarted, as long as a phase may take. One that died asleep is
@@ -149,7 +153,7 @@ class Leader:
             the seconds that took, and whether all on this machine still hold the plan that was made for them.
         """
         begun = time.perf_counter()
-        self._mode, self._adapter = mode, None
+        self._mode = mode
         self.pool.hold(self.members)
         for member in self.members:
             member.paused = True
@@ -249,11 +253,15 @@ class Leader:
 
     # ------------------------------------------------------------ LoRA
 
-    def refuse_without_lora(self, rank: int) -> None:
+    def refuse_without_lora(self, adapter: str, rank: int) -> None:
         """
         Raises:
-            ConfigError: an engine was not started for adapters, or not for such large ones.
+            ConfigError: an engine was not started for adapters, or not for such large ones, or has another one.
         """
+        known = self.pool.adapter
+        if known is not None and known.name != adapter:
+            rule = f"must be {known.name!r}, the adapter that this rollout has"
+            raise ConfigError("source.adapter", adapter, rule)
         for member in self.members:
             info = member.engine.info
             assert info is not None  # it is serving
@@ -264,7 +272,7 @@ class Leader:
                 rule = f"must be at most {info.lora_rank}, for which {member.name} was started (lora_rank)"
                 raise ConfigError("source.config.r", rank, rule)
 
-    def refuse_to_change_adapter(self, name: str) -> None:
+    def refuse_to_change_adapter(self) -> None:
         """With engines stopped, and before they are told of another version of an adapter.
 
         Raises:
@@ -274,20 +282,34 @@ class Leader:
         if any(member.garbage or "weights" in member.asleep for member in self.members):
             message = 'the base model was given up in a sleep, and an adapter is all that comes: sleep(["kv_cache"])'
             raise WeightSyncError("plan", message)
-        stale = next((member for member in self.members if member.stale), None)
-        if stale is not None and pool.has_new_base:
-            message = f"its base model may be wrong, and an adapter is all that comes ({stale.stale}): sync all weights"
-            raise WeightSyncError("plan", message, engine=stale.name)
+        wrong = next((member for member in self.members if member.base_doubtful), None)
+        if wrong is not None:
+            message = f"its base model may be wrong, and an adapter is all that comes ({wrong.stale}): sync all weights"
+            raise WeightSyncError("plan", message, engine=wrong.name)
         running = sum(pool.dispatcher.num_inflight(member) for member in self.members)
-        is_new = pool.adapter is None or pool.adapter.name != name
+        is_new = pool.adapter is None
         if running and self._mode != "abort" and (is_new or self.remote):
             why = "samples are under way without it" if is_new else "a remote engine changes it for new requests only"
             raise WeightSyncError("plan", f'the adapter cannot be changed: {why}. Use sync(mode="abort")')
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Let every engine load it, in place of the version before."""
-        await self._all("transfer", lambda m: adapter.bring(m.engine, self._timeout_s))
+        await self._bring(adapter, self.members)
         self._adapter = adapter
+
+    async def mend_adapters(self) -> None:
+        """After whole weights: let engines that a sync of an adapter left with another version have the pool's."""
+        doubtful = [member for member in self.members if member.adapter_doubtful]
+        if self.pool.adapter is not None and not self._is_lora:
+            await self._bring(self.pool.adapter, doubtful)
+
+    async def _bring(self, adapter: Adapter, members: Sequence[Member]) -> None:
+        await self._all("transfer", lambda m: adapter.bring(m.engine, self._timeout_s), members)
+
+    async def drop_old_adapter(self, before: Adapter | None) -> None:
+        """Remove the folder of the version before, which nobody reads any more."""
+        if before is not None and before is not self.pool.adapter:
+            await anyio.to_thread.run_sync(partial(shutil.rmtree, before.folder, ignore_errors=True))
 
     async def _remote(
         self,
@@ -311,6 +333,17 @@ class Leader:
 
     # ------------------------------------------------------------ the end of a sync
 
+    def begin_to_move(self, version: int, is_lora: bool) -> None:
+        """From here on until it is published, engines may hold a half of this sync."""
+        self._is_lora, self._adapter = is_lora, None
+        self.pool.last_version = version  # its number, whatever comes of it: no other weights may have it
+        self.pool.has_new_base |= not is_lora
+        for member in self.members:
+            if is_lora:
+                member.adapter_doubtful = True
+            else:
+                member.base_doubtful = True
+
     async def resume(self, version: int, flush: bool) -> tuple[float, float]:
         """Let engines empty their prefix caches and run again under ``version``. They take work once it is published.
 
@@ -328,7 +361,7 @@ class Leader:
         """The end of a sync that went well on every rank."""
         for member in self.members:
             member.stale = ""
-            member.garbage = member.paused = False
+            member.garbage = member.paused = member.base_doubtful = member.adapter_doubtful = False
         for member in self.pool.restarting:
             member.asleep = {}  # all others are awake
         self.pool.weight_version = version

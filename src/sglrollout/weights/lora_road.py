@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ class LoRARoad:
     """See :class:`sglrollout.weights.roads.Road`. The adapter goes into a folder, and engines read it.
 
     Args:
-        folder: where; ``None`` on a rank without engines.
-        written: what this syncer has written and not removed, the latest last; it outlives this road.
+        folder: where; ``None`` on a rank without a rollout.
+        written: what this syncer has written, the latest last; it outlives this road.
     """
 
     method = "lora"
@@ -46,14 +47,18 @@ class LoRARoad:
         """Nothing."""
 
     async def prove(self, leader: Leader) -> None:
-        leader.refuse_to_change_adapter(self._source.adapter)
+        leader.refuse_to_change_adapter()
 
     def begin(self) -> None:
         self._tensors.clear()
         self._assembler.begin()
 
     async def open(self, leader: Leader) -> None:
-        """Nothing: engines read once all is there."""
+        """Engines read once all is there. Here, what failed syncs have left is removed."""
+        current = leader.pool.adapter
+        for folder in [folder for folder in self._written if current is None or folder != current.folder]:
+            await anyio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
+            self._written.remove(folder)
 
     def bucket(self, k: int, clock: Clock) -> None:
         bucket = self._assembler.bucket(k, clock.wait)
@@ -82,11 +87,7 @@ class LoRARoad:
             await leader.load_adapter(Adapter(self._source.adapter, self._written[-1], self._source.config))
 
     async def close_for(self, leader: Leader) -> None:
-        await anyio.to_thread.run_sync(self._remove_outdated)
-
-    def _remove_outdated(self) -> None:
-        while len(self._written) > 1:
-            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+        """Nothing."""
 
     def close(self) -> None:
         self._tensors.clear()

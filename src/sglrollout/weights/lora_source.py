@@ -13,6 +13,13 @@ _GOES_WITH = {"q_proj": "v_proj", "v_proj": "q_proj", "k_proj": "q_proj", "up_pr
 """SGLang has some projections as one, and takes one on the left only with the one on the right."""
 
 
+_NOT_TAKEN = (
+    *("use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "modules_to_save", "trainable_token_indices"),
+    *("alora_invocation_tokens", "layer_replication"),
+)
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
 class LoRASource:
     """The tensors of a LoRA adapter alone, from a model that PEFT has put it into; sharded by FSDP2 or not.
 
@@ -26,8 +33,8 @@ class LoRASource:
             module's own.
 
     Raises:
-        ConfigError: of ``adapter`` or ``config``: there is no such adapter, or it has what SGLang cannot do: DoRA,
-            other ranks or scales for some modules, biases, whole modules besides.
+        ConfigError: of ``adapter``, ``config`` or ``module``: there is no such adapter, or it has what SGLang cannot
+            do (DoRA, other ranks or scales for some modules, biases), or more is trained than its matrices.
     """
 
     persistent = False
@@ -77,12 +84,15 @@ class LoRASource:
             own = shape[0 if name.removesuffix(".weight").endswith("A") else -1]
             if own != rank:
                 raise ConfigError("config.r", rank, f"must be the rank of every module: that of {name} is {own}")
-        for target, other in _GOES_WITH.items():
-            if target in self._targets and other not in self._targets:
-                raise ConfigError("config.target_modules", target, f"must go with {other}: SGLang has them as one")
-        for name in self._all_names():
-            if f".lora_magnitude_vector.{self.adapter}" in name or f".modules_to_save.{self.adapter}." in name:
-                raise ConfigError("module", name, "is of an adapter, and no LoRA matrix, which SGLang does not take")
+        modules = {name.partition(".lora_")[0] for name in shapes}
+        for parent, target in sorted(module.rpartition(".")[::2] for module in modules):
+            other = _GOES_WITH.get(target)
+            if other is not None and f"{parent}.{other}" not in modules:
+                rule = f"must go with {other} in {parent}: SGLang has them as one"
+                raise ConfigError("config.target_modules", target, rule)
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and self._name(name) is None:
+                raise ConfigError("module", name, f"is trained, and no LoRA matrix of {self.adapter!r}: freeze it")
 
 
 def _settings(module: Any, adapter: str, config: Any) -> dict[str, Any]:
@@ -94,9 +104,15 @@ def _settings(module: Any, adapter: str, config: Any) -> dict[str, Any]:
     for name in ("r", "lora_alpha"):
         if not isinstance(settings.get(name), (int, float)) or settings[name] <= 0:
             raise ConfigError(f"config.{name}", settings.get(name), "must be a number greater than 0")
-    for name in ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "modules_to_save"):
+    for name in _NOT_TAKEN:
         if settings.get(name):
             raise ConfigError(f"config.{name}", settings[name], "must not be set: SGLang cannot do it")
+    if settings.get("bias", "none") != "none":
+        raise ConfigError("config.bias", settings["bias"], 'must be "none": an adapter in SGLang has no biases')
+    beginning = settings.get("init_lora_weights", True)
+    if isinstance(beginning, str) and beginning.startswith(_CHANGE_THE_BASE):
+        rule = "must leave the base model as it is in the checkpoint, which engines have"
+        raise ConfigError("config.init_lora_weights", beginning, rule)
     return settings
 
 

@@ -176,7 +176,7 @@ class Planner:
             if leader is None:
                 return []
             if isinstance(self._source, LoRASource):
-                leader.refuse_without_lora(self._source.config["r"])
+                leader.refuse_without_lora(self._source.adapter, self._source.config["r"])
                 return []
             leader.pool.attached = None  # engines forget what another syncer planned
             return await leader.describe([weight.spec for weight in weights], self._options.allow_missing)
@@ -202,7 +202,10 @@ class Planner:
         async def prepare() -> float:
             mine = consumers[self._ranks.rank]
             near = {rank: e for rank, e in enumerate(exports) if facts[rank].machine == facts[self._ranks.rank].machine}
-            plan = await self._worker.run(lambda: self._build(layout, method, why, mine, engines, facts, near, direct))
+            adapters = leader.pool.adapters if leader is not None and isinstance(self._source, LoRASource) else None
+            plan = await self._worker.run(
+                lambda: self._build(layout, method, why, mine, engines, facts, near, direct, adapters)
+            )
             plan.reports = reports[self._ranks.rank]
             plan.all_reports = [report for of_rank in reports for report in of_rank]
             made.append(plan)
@@ -250,7 +253,8 @@ class Planner:
         """
         every = [report for of_rank in reports for report in of_rank]
         if not every:
-            if isinstance(self._source, LoRASource) or any(fact.has_remote_engines for fact in facts):
+            lora = isinstance(self._source, LoRASource) and any(fact.engines for fact in facts)
+            if lora or any(fact.has_remote_engines for fact in facts):
                 return "", ""
             raise WeightSyncError("plan", "no rank owns a running engine")
         wrong = {
@@ -285,6 +289,7 @@ class Planner:
         facts: list[Facts],
         exports: dict[int, Exports],
         direct: list[int],
+        adapters: Path | None,
     ) -> Plan:
         """Runs on the worker's thread."""
         from sglrollout.weights.memory import copy_bytes_per_s
@@ -292,7 +297,8 @@ class Planner:
         from sglrollout.weights.transfer import Consumer, Transfer
 
         options, mine = self._options, [Consumer(*consumer) for consumer in consumers]
-        speed = copy_bytes_per_s(layout.device)  # before anything is held that would have to be given back
+        # Before anything is held that would have to be given back. Nobody asks it of an adapter.
+        speed = 0.0 if isinstance(self._source, LoRASource) else copy_bytes_per_s(layout.device)
         fast: Transfer | None = None
         roads: list[Road] = []
         remote: RemoteRoad | None = None
@@ -302,7 +308,7 @@ class Planner:
         elif method == "portable":
             roads.append(PortableTransfer(layout, self._source, mine, options.bucket_bytes))
         if isinstance(self._source, LoRASource):
-            remote = self._lora_road(layout, self._source, facts)
+            remote = self._lora_road(layout, self._source, facts, adapters)
             roads.append(remote)
             methods.append(remote.method)
         elif any(fact.has_remote_engines for fact in facts):
@@ -329,17 +335,16 @@ class Planner:
             copy_bytes_per_s=speed,
         )
 
-    def _lora_road(self, layout: Layout, source: LoRASource, facts: list[Facts]) -> LoRARoad:
+    def _lora_road(self, layout: Layout, source: LoRASource, facts: list[Facts], folder: Path | None) -> LoRARoad:
         from sglrollout.weights.lora_road import LoRARoad
 
-        mine, option = facts[self._ranks.rank], self._options.remote
-        folder = self._listener.directory
-        if mine.has_remote_engines:
+        option = self._options.remote
+        if facts[self._ranks.rank].has_remote_engines:
             if not isinstance(option, Disk):
                 rule = "must be a Disk with LoRASource and remote engines: SGLang's servers load adapters from there"
                 raise ConfigError("remote", option, rule)
             folder = Path(option.folder)
-        return LoRARoad(layout, source, self._options.bucket_bytes, folder if mine.engines else None, self._written)
+        return LoRARoad(layout, source, self._options.bucket_bytes, folder, self._written)
 
 
 def _refuse_duplicates(weights: list[Weight]) -> None:

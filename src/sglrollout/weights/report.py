@@ -64,6 +64,11 @@ class SyncReport:
         return self.transfer_s / floor_s if floor_s else 0.0
 
     @property
+    def _speed(self) -> str:
+        ratio = f", {self.floor_ratio:.2g} times one device copy" if self.floor_ratio else ""
+        return f"{self.gb_per_s:.3g} GB/s{ratio}"
+
+    @property
     def _phases(self) -> dict[str, float]:
         """Those that took time, in order."""
         names = ("plan", "wake", "pause", "transfer", "flush", "resume")
@@ -76,8 +81,7 @@ class SyncReport:
             "weights": f"{self.num_bytes / 1e9:.3g} GB in {self.num_tensors} tensors and {self.num_buckets} buckets",
             "engines": self.num_engines,
             "method": f"{self.method}, {self.mode}" + (f", because {self.why_portable}" if self.why_portable else ""),
-            "transfer": f"{self.gb_per_s:.3g} GB/s, {self.floor_ratio:.2g} times one device copy; "
-            f"gather {_ms(self.gather_s)}, load {_ms(self.load_s)}",
+            "transfer": f"{self._speed}; gather {_ms(self.gather_s)}, load {_ms(self.load_s)}",
         }
         seconds = {**self._phases, "total": self.total_s}
         rows = [(notebook.text(name), _ms(spent), notebook.bar(spent, self.total_s)) for name, spent in seconds.items()]
@@ -89,8 +93,7 @@ class SyncReport:
         return (
             f"version {self.version}: {self.num_bytes / 1e9:.3g} GB in {self.num_tensors} tensors and "
             f"{self.num_buckets} buckets to {self.num_engines} engines in {_ms(self.total_s)} ({shown}; "
-            f"gather {_ms(self.gather_s)}, load {_ms(self.load_s)}), {self.gb_per_s:.3g} GB/s, "
-            f"{self.floor_ratio:.2g} times one device copy, {self.method}{why}"
+            f"gather {_ms(self.gather_s)}, load {_ms(self.load_s)}), {self._speed}, {self.method}{why}"
         )
 
 

@@ -16,6 +16,7 @@ from sglrollout.errors import ConfigError, LifecycleError
 from sglrollout.pool.pool import SYNC, Pool
 from sglrollout.weights.control import Ranks
 from sglrollout.weights.leader import EngineFacts, Leader, PauseMode
+from sglrollout.weights.lora_source import LoRASource
 from sglrollout.weights.phases import Phases, beside
 from sglrollout.weights.planning import Method, Options, Plan, Planner, current_device
 from sglrollout.weights.remote import Broadcast, Disk, Remote
@@ -101,7 +102,11 @@ class WeightSyncer:
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise ConfigError("timeout_s", timeout_s, "must be a number of seconds greater than 0")
         if not hasattr(source, "weights"):
-            raise ConfigError("source", source, "must be a ModuleSource, FSDPSource or TensorSource")
+            raise ConfigError("source", source, "must be a ModuleSource, FSDPSource, TensorSource or LoRASource")
+        if isinstance(source, LoRASource) and method != "auto":
+            raise ConfigError("method", method, "must be left out with a LoRASource: adapters have one way to go")
+        if isinstance(source, LoRASource) and allow_missing:
+            raise ConfigError("allow_missing", allow_missing, "must be left out with a LoRASource")
         if rollout is not None and not hasattr(rollout, "_ready_pool"):
             rule = "must be an AsyncRolloutEngine, or None (for a RolloutEngine, use BlockingWeightSyncer)"
             raise ConfigError("rollout", type(rollout).__name__, rule)
@@ -236,8 +241,7 @@ class WeightSyncer:
             await self._prove(leader, self._plan)
             moving = True
             if leader is not None:
-                leader.pool.has_new_base |= not self._plan.is_lora
-                leader.pool.last_version = version  # its number, whatever comes of it: no other weights may have it
+                leader.begin_to_move(version, self._plan.is_lora)
             seconds = await self._move(leader, self._plan, mode, version)
         except BaseException as error:
             await self._after_failure(leader, error, moving)
@@ -310,12 +314,15 @@ class WeightSyncer:
         async def finish() -> tuple[float, float, float]:
             if leader is None:
                 return 0.0, 0.0, 0.0
+            await leader.mend_adapters()
             woken = await leader.wake_rest()
             return woken, *await leader.resume(version, flush=mode != "in_place")
 
         finished = await self._phases.run("resume", finish)
         if leader is not None:
+            before = leader.pool.adapter
             leader.publish(version)
+            await leader.drop_old_adapter(before)
         for i, name in enumerate(("wake_s", "flush_s", "resume_s")):
             seconds[name] = max(values[i] for values in finished)
         return seconds
@@ -441,13 +448,14 @@ class WeightSyncer:
         with anyio.CancelScope(shield=True):
             await self._worker.run(self._forget_plan)
         self._plan = await self._planner.make(leader, engines)
-        if leader is not None:
+        if leader is not None and not self._plan.is_lora:
             leader.pool.attached = self
         return time.perf_counter() - begun
 
     def _is_attached(self, leader: Leader | None) -> bool:
         """Whether engines hold this syncer's plan; another one may have come between."""
-        return leader is None or leader.pool.attached is self
+        is_lora = self._plan is not None and self._plan.is_lora  # it is held by no engine
+        return leader is None or is_lora or leader.pool.attached is self
 
     def _forget_plan(self) -> None:
         plan, self._plan = self._plan, None

@@ -214,7 +214,6 @@ class Listener:
     """A trainer rank's socket in ``directory``, which nobody else can enter and which is the caller's to remove."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
         self.path = str(directory / "link")
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self.path)
