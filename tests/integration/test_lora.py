@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import pytest
 
 import sglrollout as sr
@@ -82,10 +83,112 @@ async def test_engines_answer_with_the_adapter_after_each_sync_and_without_it_wh
             assert (report.method, report.num_engines) == ("lora", 2)
             assert report.num_tensors == sum(".lora_" in name for name, _ in model.named_parameters())
             assert await answers_like(rollout, model)
-        assert (await syncer.verify()).num_engines == 2
+        await syncer.verify()
     (group,) = await rollout.generate(PROMPTS[:1], sampling=GREEDY.replace(lora=""))
     with model.disable_adapter():
         assert list(group.completions[0].token_ids) == greedy(model, group.prompt_ids)
+
+
+async def test_verify_finds_an_engine_that_has_another_version(
+    rollout: sr.AsyncRolloutEngine, tiny_model: Path
+) -> None:
+    async with sr.WeightSyncer(rollout, sr.LoRASource(adapted(tiny_model, 20))) as syncer:
+        await syncer.sync()
+        pool = await rollout._ready_pool()
+        async with sr.WeightSyncer(rollout, sr.LoRASource(adapted(tiny_model, 21))) as other:
+            failing(pool.members[1], times=1)
+            with pytest.raises(sr.WeightSyncError):
+                await other.sync()
+        for member in pool.members:  # as if that had gone well
+            member.stale = ""
+            await member.engine.command("resume", 10.0, version=pool.weight_version, flush=True)
+        with pytest.raises(sr.WeightSyncError, match="engine-1"):
+            await syncer.verify()
+        await syncer.sync()
+        await syncer.verify()
+
+
+def failing(member: Any, times: int) -> None:
+    """Let an engine refuse the next adapters."""
+    command, left = member.engine.command, [times]
+
+    async def refuse(name: str, *arguments: Any, **named: Any) -> Any:
+        if name == "load_adapter" and left[0]:
+            left[0] -= 1
+            raise sr.EngineRequestError(member.name, "it has no room")
+        return await command(name, *arguments, **named)
+
+    member.engine.command = refuse
+
+
+@pytest.mark.parametrize("heals", ["an adapter", "whole weights"])
+async def test_a_sync_that_reached_one_engine_only_is_healed_by_the_next_one_of_either_kind(
+    rollout: sr.AsyncRolloutEngine, tiny_model: Path, heals: str
+) -> None:
+    model = adapted(tiny_model, 22)
+    whole = adapted(tiny_model, 22).unload()
+    pool = await rollout._ready_pool()
+    async with (
+        sr.WeightSyncer(rollout, sr.ModuleSource(whole)) as base,
+        sr.WeightSyncer(rollout, sr.LoRASource(model)) as syncer,
+    ):
+        await base.sync()
+        await syncer.sync()
+        before = adapted(tiny_model, 22)
+        train(model, 23)
+        failing(pool.members[1], times=1)
+        with pytest.raises(sr.WeightSyncError, match="no room"):
+            await syncer.sync()
+        assert {engine.state for engine in rollout.engines} == {"stale"}
+        if heals == "an adapter":
+            await syncer.sync()
+            assert await answers_like(rollout, model)
+        else:
+            await base.sync()
+            assert await answers_like(rollout, before)
+
+
+async def test_a_sync_that_finds_no_engine_fails_and_one_that_comes_back_later_has_what_it_had(
+    tiny_model: Path,
+) -> None:
+    model = adapted(tiny_model, 24)
+    async with sr.AsyncRolloutEngine(tiny_model, **OPTIONS) as rollout:
+        async with sr.WeightSyncer(rollout, sr.LoRASource(model), timeout_s=0.5) as syncer:
+            await syncer.sync()
+            info = rollout.engines[0].info
+            assert info is not None
+            os.kill(info.child_pids[0], signal.SIGKILL)
+            await until(rollout, "restarting")
+            train(model, 25)
+            with pytest.raises(sr.WeightSyncError, match="no rank owns a running engine"):
+                await syncer.sync()
+        await until(rollout, "ready")  # from what the rollout keeps, though the syncer is closed
+        assert rollout.weight_version == 1
+        assert await answers_like(rollout, adapted(tiny_model, 24))
+
+
+async def test_an_adapter_that_does_not_fit_fails_the_sync_and_no_engine_dies_of_it(
+    rollout: sr.AsyncRolloutEngine, tiny_model: Path, tmp_path: Path
+) -> None:
+    other = testing.tiny_model(tmp_path / "deeper", num_layers=4)
+    async with sr.WeightSyncer(rollout, sr.LoRASource(adapted(other, 26))) as syncer:
+        with pytest.raises(sr.WeightSyncError):
+            await syncer.sync(mode="abort")
+    model = adapted(tiny_model, 27)
+    async with sr.WeightSyncer(rollout, sr.LoRASource(model)) as syncer:
+        await syncer.sync()
+        assert await answers_like(rollout, model)
+
+
+async def test_a_rollout_has_one_adapter(rollout: sr.AsyncRolloutEngine, tiny_model: Path) -> None:
+    async with sr.WeightSyncer(rollout, sr.LoRASource(adapted(tiny_model, 28))) as syncer:
+        await syncer.sync()
+    model = adapted(tiny_model, 29)
+    model.add_adapter("second", model.peft_config["default"])
+    model.set_adapter("second")
+    async with sr.WeightSyncer(rollout, sr.LoRASource(model, "second")) as syncer:
+        with pytest.raises(sr.ConfigError, match="'default'"):
+            await syncer.sync()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +307,19 @@ async def test_a_server_loads_an_adapter_from_a_disk_that_it_shares(tiny_model: 
                 with pytest.raises(sr.WeightSyncError, match="for new requests only"):
                     await syncer.sync(mode="in_place")
                 await stream.aclose()
-    assert len(list(tmp_path.iterdir())) == 1
+        assert len(list(tmp_path.iterdir())) == 1
+
+        headers = {"Authorization": f"Bearer {server.api_key}"}
+        async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False) as http:
+            said = await http.post("/update_weight_version", json={"new_version": "7", "abort_all_requests": False})
+            assert said.status_code == 200
+        again = [sr.RemoteEngine(server.url, api_key=server.api_key)]
+        async with (
+            sr.AsyncRolloutEngine(tiny_model, num_engines=1, remote=again, **OPTIONS) as rollout,
+            sr.WeightSyncer(rollout, sr.LoRASource(model), remote=sr.Disk(tmp_path)) as syncer,
+        ):
+            with pytest.raises(sr.WeightSyncError, match="its base model may be wrong"):
+                await syncer.sync(mode="abort")
 
 
 async def test_engines_that_are_not_for_such_adapters_are_told_apart_before_anything_is_sent(
@@ -233,6 +348,10 @@ async def test_engines_that_are_not_for_such_adapters_are_told_apart_before_anyt
         ({"target_modules": ["q_proj", "k_proj"]}, "config.target_modules"),
         ({"target_modules": ["v_proj"]}, "config.target_modules"),
         ({"target_modules": ["up_proj"]}, "config.target_modules"),
+        ({"target_modules": r".*layers\.0\.mlp\.(gate|up)_proj|.*layers\.1\.mlp\.up_proj"}, "config.target_modules"),
+        ({"bias": "all"}, "config.bias"),
+        ({"init_lora_weights": "pissa"}, "config.init_lora_weights"),
+        ({"trainable_token_indices": [3, 4]}, "config.trainable_token_indices"),
     ],
 )
 def test_what_sglang_cannot_do_is_refused_when_a_source_is_made(
@@ -242,6 +361,13 @@ def test_what_sglang_cannot_do_is_refused_when_a_source_is_made(
     with pytest.raises(sr.ConfigError) as caught:
         sr.LoRASource(model)
     assert caught.value.field == field
+
+
+def test_what_is_trained_besides_an_adapter_is_refused(tiny_model: Path) -> None:
+    model = adapted(tiny_model, 19)
+    model.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)
+    with pytest.raises(sr.ConfigError, match=r"model\.norm\.weight"):
+        sr.LoRASource(model)
 
 
 def test_a_source_names_the_adapters_that_there_are(tiny_model: Path) -> None:

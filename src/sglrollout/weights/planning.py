@@ -66,7 +66,7 @@ class Plan:
     """What holds from sync to sync, until engines or weights change.
 
     Attributes:
-        method: ``fast`` or ``portable``, and how weights reach remote engines, joined by a plus sign.
+        method: ``fast`` or ``portable``, and how weights reach remote engines, joined by a plus sign; or ``lora``.
         engines: those that it was made for.
         reports: what the TP ranks of this rank's engines on its machine said, in the order of :meth:`Leader.facts`.
         all_reports: the same of every rank's engines.
