@@ -12,13 +12,20 @@ GREEDY = sr.Sampling(temperature=0.0, max_new_tokens=16, ignore_eos=True)
 PROMPTS = ["The sky is", "2 + 2 ="]
 
 
-def trained(path: Path, step: int) -> Any:
-    """The model after some steps of training, in float32."""
+def untrained(path: Path) -> Any:
+    """The model in float32."""
     forgive_torchvision()
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def trained(path: Path, step: int) -> Any:
+    """The model after some steps of training, in float32."""
+    model = untrained(path)
+    import torch
+
     generator = torch.Generator().manual_seed(step)
     with torch.no_grad():
         for parameter in model.parameters():

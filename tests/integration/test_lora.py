@@ -15,8 +15,7 @@ import pytest
 
 import sglrollout as sr
 from sglrollout import testing
-from sglrollout.engine.cpu_support import forgive_torchvision
-from tests.reference import GREEDY, PROMPTS, answers_like, greedy, trained
+from tests.reference import GREEDY, PROMPTS, answers_like, greedy, trained, untrained
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +25,9 @@ LONG = sr.Sampling(temperature=1.0, max_new_tokens=400, ignore_eos=True)
 
 def adapted(path: Path, seed: int, **config: Any) -> Any:
     """PEFT's model with an adapter of some training."""
-    forgive_torchvision()
-    import torch
+    model = untrained(path)
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **config}
     adapted = get_peft_model(model, LoraConfig(**settings))
     train(adapted, seed)

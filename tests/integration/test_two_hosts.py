@@ -6,6 +6,7 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import httpx
 import pytest
 
 import sglrollout as sr
+from sglrollout import testing
 from tests.namespaces import TwoHosts, listening, two_hosts, why_not
-from tests.reference import answers_like, trained
+from tests.reference import answers_like, greedy, trained, untrained
 from tests.remote import until
 from tests.serve_command import ServeCommand
 
@@ -121,3 +123,29 @@ def test_sigterm_ends_it_and_leaves_nothing(apart: Apart) -> None:
     apart.command.assert_nothing_left(within_s=1.0)
     with pytest.raises(httpx.ConnectError):
         apart.ask()
+
+
+def test_tp_ranks_on_two_hosts_are_one_server_and_end_together(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    path = testing.tiny_model(tmp_path / "untied", tie=False)
+    with two_hosts() as hosts, ExitStack() as running:
+        folders = [Path(running.enter_context(tempfile.TemporaryDirectory(prefix="t-"))) for _ in range(2)]
+        key = tmp_path / "key"
+        key.write_text("a-key\n")
+        key.chmod(0o600)
+        commands = []
+        for rank, host in enumerate((hosts.server, hosts.trainer)):
+            given = [str(path), "--host", host.address, "--port", str(PORT), "--api-key-file", str(key)]
+            given += ["--tp-size", "2", "--nnodes", "2", "--node-rank", str(rank)]
+            given += ["--dist-init-addr", f"{hosts.server.address}:5000"]
+            command = ServeCommand(given, folders[rank], {"GLOO_SOCKET_IFNAME": host.interface}, host.popen)
+            running.callback(command.close)
+            commands.append(command)
+        url = commands[0].address()
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True}}
+        with hosts.trainer.entered(), httpx.Client(trust_env=False, timeout=60) as client:
+            said = client.post(f"{url}/generate", json=body, headers={"Authorization": "Bearer a-key"}).json()
+        assert said["output_ids"] == greedy(untrained(path), (5, 6, 7))
+        commands[1].process.send_signal(signal.SIGKILL)
+        assert commands[0].process.wait(90) != 0
