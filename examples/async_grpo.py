@@ -84,9 +84,8 @@ async def loop(rollout: sr.AsyncRolloutEngine, model: Any, options: argparse.Nam
 async def compare(path: str, options: argparse.Namespace) -> None:
     more = {"enable_fp32_lm_head": True, **options.engine_args}
     engine: dict[str, Any] = {"device": options.device, "seed": options.seed, "engine_args": more}
-    engine |= (
-        {"dtype": "float32"} if options.device == "cpu" else {"dtype": "bfloat16", "mem_fraction": 0.3}
-    )  # the trainer has the rest
+    # On a GPU the trainer has the rest of the memory.
+    engine |= {"dtype": "float32"} if options.device == "cpu" else {"dtype": "bfloat16", "mem_fraction": 0.3}
     async with sr.AsyncRolloutEngine(path, **engine) as rollout:
         runs = []
         for max_staleness in (0, options.max_staleness):

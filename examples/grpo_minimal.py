@@ -79,9 +79,8 @@ async def grpo(path: str, given: argparse.Namespace, lr: float, sampling: sr.Sam
     """The mean reward of each step."""
     curve, rng, begun, device = [], random.Random(given.seed), time.monotonic(), given.device
     options = {"device": device, "seed": given.seed, "engine_args": {"enable_fp32_lm_head": True, **given.engine_args}}
-    options |= (
-        {"dtype": "float32"} if device == "cpu" else {"dtype": "bfloat16", "mem_fraction": 0.3}
-    )  # the trainer has the rest
+    # On a GPU the trainer has the rest of the memory.
+    options |= {"dtype": "float32"} if device == "cpu" else {"dtype": "bfloat16", "mem_fraction": 0.3}
     async with sr.AsyncRolloutEngine(path, **options) as rollout:
         model = load(path, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
