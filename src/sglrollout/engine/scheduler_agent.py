@@ -198,6 +198,8 @@ class Agent:
         from safetensors.torch import load_file
         from sglang.srt.lora.lora_registry import LoRARef
 
+        from sglrollout.engine.scheduler_loader import synchronize
+
         manager = self._runner.lora_manager
         tensors = load_file(Path(folder) / "adapter_model.safetensors")
         reference = LoRARef(lora_id=lora_id, lora_name=name, lora_path=folder, pinned=False)
@@ -209,6 +211,7 @@ class Agent:
             raise ValueError("; ".join(failed))
         try:
             manager.fetch_new_loras({lora_id})  # else the first batch would find out that it does not fit, and die
+            synchronize()  # batches run on another stream
         except BaseException:
             manager.unload_lora_adapter(reference)
             raise
