@@ -369,5 +369,7 @@ def test_what_is_trained_besides_an_adapter_is_refused(tiny_model: Path) -> None
 def test_a_source_names_the_adapters_that_there_are(tiny_model: Path) -> None:
     with pytest.raises(sr.ConfigError, match=r"\['default'\]"):
         sr.LoRASource(adapted(tiny_model, 18), "policy", config={"r": 4, "lora_alpha": 8})
+    with pytest.raises(sr.ConfigError, match="must be a LoraConfig"):
+        sr.LoRASource(adapted(tiny_model, 18), config=4)
     with pytest.raises(sr.ConfigError, match="peft_config"):
         sr.LoRASource(trained(tiny_model, 0))

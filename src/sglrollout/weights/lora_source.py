@@ -100,6 +100,8 @@ def _settings(module: Any, adapter: str, config: Any) -> dict[str, Any]:
         config = getattr(module, "peft_config", {}).get(adapter)
         if config is None:
             raise ConfigError("config", None, "must be given: the module has no peft_config of this adapter")
+    if not isinstance(config, dict) and not hasattr(config, "to_dict"):
+        raise ConfigError("config", config, "must be a LoraConfig of PEFT, or a mapping with r and lora_alpha")
     settings: dict[str, Any] = dict(config if isinstance(config, dict) else config.to_dict())
     for name in ("r", "lora_alpha"):
         if not isinstance(settings.get(name), (int, float)) or settings[name] <= 0:
