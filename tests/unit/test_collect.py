@@ -841,9 +841,8 @@ async def test_a_sample_that_had_just_ended_is_not_sampled_on_when_it_is_saved_o
         waiting = asyncio.ensure_future(anyio_await(collector))
         states: list[str] = []
         while not waiting.done():
-            await asyncio.sleep(
-                0 if len(states) < 500 else 0.001
-            )  # the batch is built on a thread, which wants its turn
+            # At every step at first; then the batch is built on a thread, which wants its turn.
+            await asyncio.sleep(0 if len(states) < 500 else 0.001)
             if collector.stats is not None:
                 states.append(json.dumps(collector.state_dict()))
     for state in states[:: max(1, len(states) // 12)]:

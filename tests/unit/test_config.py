@@ -59,6 +59,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "("}, "regex", "must be a valid regular expression (missing )"),
     ({"regex": ""}, "regex", "must not be empty, got ''"),
     ({"ebnf": " "}, "ebnf", "must not be empty, got ' '"),
+    ({"lora": " "}, "lora", "must not be empty, got ' '"),
     ({"regex": "a", "ebnf": "b"}, "ebnf", "cannot be combined with regex (give at most one of json_schema, regex"),
     ({"max_new_token": 5}, "max_new_token", 'is not an option (did you mean "max_new_tokens"?), got 5'),
     ({"zzz": 5}, "zzz", "is not an option, got 5"),

@@ -68,7 +68,8 @@ async def sync(pool: Pool, adapter: Adapter | None = None, mode: PauseMode = "re
             return
         if adapter is not None:
             await leader.load_adapter(adapter)
-        await leader.mend_adapters()
+        else:
+            await leader.mend_adapters()
         await leader.wake_rest()
         await leader.resume(pool.last_version, flush=True)
         leader.publish(pool.last_version)

@@ -67,10 +67,8 @@ class Leader:
         """What an engine is called among those of all ranks."""
         self.num_bytes = 0
         self._mode: PauseMode = "retract"
-        self._is_lora = False
-        """Whether this sync brings an adapter, and no more."""
         self._adapter: Adapter | None = None
-        """What it has brought."""
+        """What this sync has brought."""
 
     async def muster(self) -> None:
         """If no engine is up, wait for one that is restarted, as long as a phase may take. One that died asleep is
@@ -300,7 +298,7 @@ class Leader:
     async def mend_adapters(self) -> None:
         """After whole weights: let engines that a sync of an adapter left with another version have the pool's."""
         doubtful = [member for member in self.members if member.adapter_doubtful]
-        if self.pool.adapter is not None and not self._is_lora:
+        if self.pool.adapter is not None:
             await self._bring(self.pool.adapter, doubtful)
 
     async def _bring(self, adapter: Adapter, members: Sequence[Member]) -> None:
@@ -335,7 +333,7 @@ class Leader:
 
     def begin_to_move(self, version: int, is_lora: bool) -> None:
         """From here on until it is published, engines may hold a half of this sync."""
-        self._is_lora, self._adapter = is_lora, None
+        self._adapter = None
         self.pool.last_version = version  # its number, whatever comes of it: no other weights may have it
         self.pool.has_new_base |= not is_lora
         for member in self.members:

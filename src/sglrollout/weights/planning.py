@@ -134,6 +134,7 @@ class Planner:
     ) -> None:
         self._ranks, self._phases, self._worker = ranks, phases, worker
         self._source, self._listener, self._options = source, listener, options
+        self._lora = source if isinstance(source, LoRASource) else None
         self._written: list[Path] = []
         """Folders of weights on a shared disk, of this plan and those before."""
 
@@ -166,7 +167,7 @@ class Planner:
         odd = next((rank for rank, fact in enumerate(facts) if fact.digest != facts[0].digest), None)
         if odd is not None:
             raise WeightSyncError("plan", "it has other weights, by name, shape or dtype, than rank 0", odd)
-        consumers = _consumers(facts) if not isinstance(self._source, LoRASource) else [[] for _ in facts]
+        consumers = _consumers(facts) if self._lora is None else [[] for _ in facts]
         if leader is not None:
             leader.keys = {engine.name: _key(facts, self._ranks.rank, engine.name) for engine in engines}
         if not any(engine.devices or engine.remote for fact in facts for engine in fact.engines):
@@ -175,8 +176,8 @@ class Planner:
         async def describe() -> list[WeightReport]:
             if leader is None:
                 return []
-            if isinstance(self._source, LoRASource):
-                leader.refuse_without_lora(self._source.adapter, self._source.config["r"])
+            if self._lora is not None:
+                leader.refuse_without_lora(self._lora.adapter, self._lora.config["r"])
                 return []
             leader.pool.attached = None  # engines forget what another syncer planned
             return await leader.describe([weight.spec for weight in weights], self._options.allow_missing)
@@ -202,7 +203,7 @@ class Planner:
         async def prepare() -> float:
             mine = consumers[self._ranks.rank]
             near = {rank: e for rank, e in enumerate(exports) if facts[rank].machine == facts[self._ranks.rank].machine}
-            adapters = leader.pool.adapters if leader is not None and isinstance(self._source, LoRASource) else None
+            adapters = leader.pool.adapters if leader is not None and self._lora is not None else None
             plan = await self._worker.run(
                 lambda: self._build(layout, method, why, mine, engines, facts, near, direct, adapters)
             )
@@ -253,7 +254,7 @@ class Planner:
         """
         every = [report for of_rank in reports for report in of_rank]
         if not every:
-            lora = isinstance(self._source, LoRASource) and any(fact.engines for fact in facts)
+            lora = self._lora is not None and any(fact.engines for fact in facts)
             if lora or any(fact.has_remote_engines for fact in facts):
                 return "", ""
             raise WeightSyncError("plan", "no rank owns a running engine")
@@ -298,7 +299,7 @@ class Planner:
 
         options, mine = self._options, [Consumer(*consumer) for consumer in consumers]
         # Before anything is held that would have to be given back. Nobody asks it of an adapter.
-        speed = 0.0 if isinstance(self._source, LoRASource) else copy_bytes_per_s(layout.device)
+        speed = 0.0 if self._lora is not None else copy_bytes_per_s(layout.device)
         fast: Transfer | None = None
         roads: list[Road] = []
         remote: RemoteRoad | None = None
@@ -307,8 +308,8 @@ class Planner:
             fast = Transfer(layout, self._source, mine, options.bucket_bytes, options.num_slots, exports, direct)
         elif method == "portable":
             roads.append(PortableTransfer(layout, self._source, mine, options.bucket_bytes))
-        if isinstance(self._source, LoRASource):
-            remote = self._lora_road(layout, self._source, facts, adapters)
+        if self._lora is not None:
+            remote = self._lora_road(layout, self._lora, facts, adapters)
             roads.append(remote)
             methods.append(remote.method)
         elif any(fact.has_remote_engines for fact in facts):

@@ -314,7 +314,8 @@ class WeightSyncer:
         async def finish() -> tuple[float, float, float]:
             if leader is None:
                 return 0.0, 0.0, 0.0
-            await leader.mend_adapters()
+            if not plan.is_lora:
+                await leader.mend_adapters()
             woken = await leader.wake_rest()
             return woken, *await leader.resume(version, flush=mode != "in_place")
 
