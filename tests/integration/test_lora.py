@@ -15,6 +15,7 @@ import pytest
 
 import sglrollout as sr
 from sglrollout import testing
+from tests.midway import again_if_too_late, refuse_if_too_late, until_running
 from tests.reference import GREEDY, PROMPTS, answers_like, greedy, trained, untrained
 
 pytestmark = pytest.mark.slow
@@ -199,6 +200,7 @@ async def test_adapters_of_other_kinds_do_what_peft_does_with_them(
         assert await answers_like(rollout, model)
 
 
+@again_if_too_late
 async def test_running_samples_go_on_with_the_new_version_and_know_which_tokens_are_of_which(
     rollout: sr.AsyncRolloutEngine, tiny_model: Path
 ) -> None:
@@ -207,14 +209,12 @@ async def test_running_samples_go_on_with_the_new_version_and_know_which_tokens_
         before = (await syncer.sync()).version
     async with sr.WeightSyncer(rollout, sr.LoRASource(new)) as syncer:
         generating = asyncio.ensure_future(rollout.generate(PROMPTS, n=2, sampling=LONG))
-        with anyio.fail_after(30):
-            while sum(engine.num_inflight for engine in rollout.engines) < 4:
-                await anyio.sleep(0.01)
-        await anyio.sleep(0.3)
-        after = (await syncer.sync()).version
+        await until_running(rollout, 4)
+        report = await syncer.sync()
+        refuse_if_too_late(generating, report)
         completions = [completion for group in await generating for completion in group.completions]
     for completion in completions:
-        assert [span.version for span in completion.weight_versions] == [before, after]
+        assert [span.version for span in completion.weight_versions] == [before, report.version]
         cut = completion.weight_versions[0].end
         assert completion.logprobs is not None
         by_old, by_new = logprobs(old, completion), logprobs(new, completion)

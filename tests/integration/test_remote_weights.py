@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 import sglrollout as sr
+from tests.midway import again_if_too_late, refuse_if_too_late
 from tests.reference import answers_like, trained
 from tests.remote import RealServer, real_servers, until
 
@@ -66,6 +67,7 @@ async def test_servers_and_a_local_engine_answer_like_the_trainer_after_each_syn
         assert await answers_like(pool, model)
 
 
+@again_if_too_late
 async def test_samples_that_run_in_a_server_go_on_under_the_new_weights_and_tell_which_token_had_which(
     pool: sr.AsyncRolloutEngine, tiny_model: Path
 ) -> None:
@@ -76,7 +78,7 @@ async def test_samples_that_run_in_a_server_go_on_under_the_new_weights_and_tell
         task = asyncio.ensure_future(pool.generate(["The sky is"] * 6, sampling=LONG))
         await until(lambda: all(status.num_inflight for status in pool.engines))
         await anyio.sleep(0.5)
-        await syncer.sync()
+        refuse_if_too_late(task, await syncer.sync())
         completions = [group.completions[0] for group in await task]
     assert {completion.engine for completion in completions} == {"engine-0", "remote-0", "remote-1"}
     for completion in completions:

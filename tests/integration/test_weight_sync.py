@@ -17,6 +17,7 @@ import pytest
 import sglrollout as sr
 from sglrollout import testing
 from sglrollout.weights.transfer import Transfer
+from tests.midway import TooLateError, again_if_too_late, refuse_if_too_late, until_running
 from tests.reference import GREEDY, PROMPTS, answers_like, greedy, trained
 
 pytestmark = pytest.mark.slow
@@ -236,10 +237,7 @@ async def start_long(rollout: sr.AsyncRolloutEngine) -> tuple[asyncio.Task[list[
     generating = asyncio.ensure_future(rollout.generate(PROMPTS, n=2, sampling=LONG))
     stream = rollout.stream(PROMPTS[0], LONG, chunk_tokens=3)
     await anext(stream)
-    with anyio.fail_after(30):
-        while sum(engine.num_inflight for engine in rollout.engines) < 5:
-            await anyio.sleep(0.01)
-    await anyio.sleep(0.3)
+    await until_running(rollout, 5)
     return generating, stream
 
 
@@ -254,6 +252,7 @@ def check_spans(completion: sr.Completion, versions: list[int]) -> tuple[int, in
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
+@again_if_too_late
 async def test_running_samples_go_on_and_know_which_tokens_are_of_which_weights(
     rollout: sr.AsyncRolloutEngine, tiny_model: Path, steps: int, mode: Literal["retract", "in_place"]
 ) -> None:
@@ -262,14 +261,15 @@ async def test_running_samples_go_on_and_know_which_tokens_are_of_which_weights(
         before = (await syncer.sync()).version
     async with sr.WeightSyncer(rollout, sr.ModuleSource(new), bucket_bytes=BUCKET_BYTES) as syncer:
         generating, stream = await start_long(rollout)
-        after = (await syncer.sync(mode=mode)).version
+        report = await syncer.sync(mode=mode)
+        refuse_if_too_late(generating, report)
         assert [engine.state for engine in rollout.engines] == ["ready", "ready"]
         async for chunk in stream:
-            assert chunk.weight_version in (before, after)
+            assert chunk.weight_version in (before, report.version)
         completions = [completion for group in await generating for completion in group.completions]
     for completion in [*completions, stream.completion]:
         assert completion.finish_reason == "length"
-        cut, end = check_spans(completion, [before, after])
+        cut, end = check_spans(completion, [before, report.version])
         assert completion.logprobs is not None
         by_old, by_new = logprobs(old, completion), logprobs(new, completion)
         assert completion.logprobs[:cut] == pytest.approx(by_old[:cut], abs=1e-3)
@@ -278,6 +278,7 @@ async def test_running_samples_go_on_and_know_which_tokens_are_of_which_weights(
             assert completion.logprobs[cut:end] == pytest.approx(by_new[cut:end], abs=1e-3)
 
 
+@again_if_too_late
 async def test_running_samples_end_with_what_they_have_when_a_sync_aborts_them(
     rollout: sr.AsyncRolloutEngine, tiny_model: Path, steps: int
 ) -> None:
@@ -285,10 +286,12 @@ async def test_running_samples_end_with_what_they_have_when_a_sync_aborts_them(
     async with sr.WeightSyncer(rollout, sr.ModuleSource(old), bucket_bytes=BUCKET_BYTES) as syncer:
         before = (await syncer.sync()).version
         generating, stream = await start_long(rollout)
-        await syncer.sync(mode="abort")
+        report = await syncer.sync(mode="abort")
         async for _ in stream:
             pass
         completions = [completion for group in await generating for completion in group.completions]
+    if all(completion.finish_reason == "length" for completion in completions):
+        raise TooLateError(report)
     for completion in [*completions, stream.completion]:
         assert completion.finish_reason == "abort"
         assert 0 < len(completion.token_ids) < 1500
