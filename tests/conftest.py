@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 
 import pytest
 
 import sglrollout as sr
 from sglrollout import testing
+from tests.remote import RealServer
 
+_TAIL_CHARS = 4000
 JSON = {"constrained_json_disable_any_whitespace": True}  # a random model would write white space for ever
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What servers said, below what failed."""
+    report = yield
+    if report.failed:
+        for log in RealServer.logs:
+            report.sections.append((f"the end of {log.name}", log.read_text(errors="replace")[-_TAIL_CHARS:]))
+    return report
 
 
 @pytest.fixture(scope="session")

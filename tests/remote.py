@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import anyio
 import httpx
@@ -290,12 +290,15 @@ _CPU = (
 
 
 class RealServer:
-    """A process that runs SGLang's own HTTP server, in a session of its own."""
+    """A process that runs SGLang's own HTTP server, in a session of its own. Its log is shown if a test fails."""
+
+    logs: ClassVar[dict[Path, None]] = {}
 
     def __init__(self, model: Path, log: Path, *arguments: str, port: int | None = None) -> None:
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.arguments, self._model, self.log = arguments, model, log
+        self.logs[log] = None
         command = [sys.executable, __file__, "--model-path", str(model), "--port", str(self.port), *_CPU, *arguments]
         path = os.pathsep.join([str(Path(sr.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
         with log.open("ab") as file:
@@ -336,6 +339,7 @@ def real_servers(model: Path, log: Path, *arguments: Sequence[str]) -> Iterator[
     finally:
         for server in servers:
             server.kill()
+            RealServer.logs.pop(server.log, None)
 
 
 def free_port() -> int:

@@ -14,16 +14,21 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from sglrollout.engine.mirror import Mirror
 from sglrollout.errors import EngineRequestError
 from sglrollout.testing import ScriptedEngine
+from sglrollout.wire.delta import DeltaError
 from sglrollout.wire.messages import EngineInfo
 
-REMOTE = ("init_group", "destroy_group", "receive_weights", "begin_update", "end_update", "load_from_disk")
+REMOTE = (
+    *("init_group", "destroy_group", "receive_weights", "begin_update", "end_update", "load_from_disk"),
+    *("mirrors", "load_written"),
+)
 
 
 class RemoteEngine(ScriptedEngine):
     """``received`` is what its TP rank 0 has. ``fail`` is asked before each remote command, with its arguments: what it
-    returns is the error."""
+    returns is the error. ``mirror`` is the copy of its weights that it keeps, if it keeps one."""
 
     def __init__(
         self,
@@ -31,11 +36,12 @@ class RemoteEngine(ScriptedEngine):
         *,
         tp_size: int = 1,
         fail: Callable[[str, dict[str, Any]], str | None] = lambda name, arguments: None,
+        mirror: Mirror | None = None,
         **options: Any,
     ) -> None:
         super().__init__(name, **options)
         self.url = "http://127.0.0.1:30000"
-        self.tp_size, self.fail = tp_size, fail
+        self.tp_size, self.fail, self.mirror = tp_size, fail, mirror
         self.received: dict[str, torch.Tensor] = {}
         self.groups: dict[str, list[Any]] = {}
         self.num_groups = 0
@@ -53,8 +59,8 @@ class RemoteEngine(ScriptedEngine):
         reason = self.fail(name, arguments)
         if reason is not None:
             raise EngineRequestError(self.name, f"{name} failed: {reason}")
-        await getattr(self, f"_remote_{name}")(**arguments)
-        return {}
+        answer: dict[str, Any] | None = await getattr(self, f"_remote_{name}")(**arguments)
+        return answer or {}
 
     async def before_receiving(self, names: list[str]) -> None:
         """Nothing, unless a test has something."""
@@ -123,6 +129,19 @@ class RemoteEngine(ScriptedEngine):
             raise EngineRequestError(self.name, f"receive_weights failed: {error}") from error
         finally:
             self.is_waiting = False
+
+    async def _remote_mirrors(self) -> dict[str, Any]:
+        return {"ids": None if self.mirror is None else [self.mirror.id]}
+
+    async def _remote_load_written(self, folder: str) -> dict[str, Any]:
+        assert self.mirror is not None
+        try:
+            self.mirror.update(Path(folder))
+        except DeltaError as error:
+            return {"refusal": str(error)}
+        self.received.clear()
+        await self._remote_load_from_disk(str(self.mirror.folder))
+        return {"refusal": ""}
 
     async def _remote_load_from_disk(self, path: str) -> None:
         for file in sorted(Path(path).glob("*.safetensors")):

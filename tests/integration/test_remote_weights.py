@@ -94,6 +94,20 @@ async def test_servers_read_weights_from_a_disk(pool: sr.AsyncRolloutEngine, tin
         assert await answers_like(pool, model)
 
 
+async def test_a_server_without_a_copy_of_its_weights_is_refused_changes_before_anything_is_changed(
+    pool: sr.AsyncRolloutEngine, tiny_model: Path, tmp_path: Path
+) -> None:
+    old, model = trained(tiny_model, 3), trained(tiny_model, 5)
+    async with syncer_of(pool, old) as syncer:
+        await syncer.sync()
+    async with syncer_of(pool, model, remote=sr.Disk(tmp_path, delta=True)) as syncer:
+        with pytest.raises(sr.ConfigError, match="remote-0 keeps no copy of its weights"):
+            await syncer.sync()
+    assert [status.state for status in pool.engines] == ["ready"] * 3
+    assert await answers_like(pool, old)
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_a_server_that_is_killed_during_a_sync_fails_it_and_the_next_one_heals_all_that_are_left(
     pool: sr.AsyncRolloutEngine, servers: list[RealServer], tiny_model: Path
 ) -> None:

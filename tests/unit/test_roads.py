@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import socket
 import weakref
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 import sglrollout as sr
+from sglrollout.engine.mirror import Mirror
 from sglrollout.testing import ScriptedEngine
 from sglrollout.weights.disk import DiskRoad
+from sglrollout.weights.folders import FolderWriter
 from sglrollout.weights.group import Group, address_towards
 from sglrollout.weights.transfer import Clock
+from sglrollout.wire.delta import DeltaError, File
 from tests.remote_engine import RemoteEngine, joined
 
 pytestmark = pytest.mark.timeout(60)
@@ -558,6 +562,146 @@ async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatc
             await b.syncer.sync()
 
 
+# ------------------------------------------------------------ by what has changed
+
+
+def mirrored(tmp_path: Path, *names: str) -> list[RemoteEngine]:
+    return [RemoteEngine(name, mirror=Mirror(tmp_path / name)) for name in names]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+async def test_changes_bring_every_weight_bit_for_bit_and_are_no_more_than_the_weights(
+    tmp_path: Path, shared: Path
+) -> None:
+    engines = mirrored(tmp_path, "remote-0", "remote-1")
+    async with bench(*engines, remote=sr.Disk(shared, delta=True)) as b:
+        report = await b.syncer.sync()
+        assert (report.method, report.written_bytes) == ("delta", report.num_bytes)
+        assert all(are_equal(engine, b.sent) for engine in engines)
+        b.sent["large"][3, 5] = 7.0
+        b.sent["scalar"].neg_()
+        report = await b.syncer.sync()
+        assert report.written_bytes == 2 * 4 + 2  # an element each; the gap to a scalar's would be more than it saves
+        assert all(are_equal(engine, b.sent) for engine in engines)
+        b.sent.update(weights())
+        report = await b.syncer.sync()
+        assert report.num_bytes / 2 < report.written_bytes <= report.num_bytes
+        assert all(are_equal(engine, b.sent) for engine in engines)
+        (folder,) = shared.iterdir()
+        assert folder.name.startswith("changes-")
+
+
+async def test_one_name_of_a_tied_weight_is_as_the_other(tmp_path: Path, shared: Path) -> None:
+    (engine,) = mirrored(tmp_path, "remote-0")
+    model = Tied()
+    async with (
+        sr.AsyncRolloutEngine(config=CONFIG, engines=[engine]) as rollout,
+        sr.WeightSyncer(rollout, sr.ModuleSource(model), remote=sr.Disk(shared, delta=True)) as syncer,
+    ):
+        for _ in range(2):
+            await syncer.sync()
+            assert torch.equal(engine.received["embed.weight"], model.embed.weight)
+            assert torch.equal(engine.received["head.weight"], model.embed.weight)
+            with torch.no_grad():
+                model.embed.weight[2, 3] += 1
+
+
+async def test_an_engine_whose_copy_is_another_gets_all_and_the_others_what_has_changed(
+    tmp_path: Path, shared: Path
+) -> None:
+    engines = mirrored(tmp_path, "remote-0", "remote-1")
+    async with bench(*engines, remote=sr.Disk(shared, delta=True)) as b:
+        whole = (await b.syncer.sync()).written_bytes
+        engines[1].mirror = Mirror(tmp_path / "another")
+        b.sent["large"][3, 5] = 7.0
+        assert (await b.syncer.sync()).written_bytes == whole + 6
+        assert all(are_equal(engine, b.sent) for engine in engines)
+        b.sent["large"][3, 5] = 8.0
+        assert (await b.syncer.sync()).written_bytes == 6
+        assert all(are_equal(engine, b.sent) for engine in engines)
+
+
+async def test_an_engine_that_finds_its_copy_damaged_gets_all_within_the_sync(tmp_path: Path, shared: Path) -> None:
+    engines = mirrored(tmp_path, "remote-0", "remote-1")
+    async with bench(*engines, remote=sr.Disk(shared, delta=True)) as b:
+        whole = (await b.syncer.sync()).written_bytes
+        assert engines[0].mirror is not None
+        for path in engines[0].mirror.folder.glob("*.safetensors"):
+            file = File(path)
+            if "large" in file.names:
+                file.bits("large")[0] ^= 1
+        b.sent["large"][3, 5] = 7.0
+        assert (await b.syncer.sync()).written_bytes == whole + 6
+        assert all(are_equal(engine, b.sent) for engine in engines)
+
+
+class FullMirror(Mirror):
+    """On a disk without room."""
+
+    def update(self, source: Path) -> None:
+        raise DeltaError("no space left")
+
+
+@pytest.mark.parametrize("how", ["refuses", "fails"])
+async def test_an_engine_that_cannot_take_even_all_weights_is_stale_and_the_next_sync_writes_all(
+    tmp_path: Path, shared: Path, how: str
+) -> None:
+    (engine,) = mirrored(tmp_path, "remote-0")
+    async with bench(engine, remote=sr.Disk(shared, delta=True)) as b:
+        whole = (await b.syncer.sync()).written_bytes
+        b.sent["large"][3, 5] += 1.0
+        mirror = engine.mirror
+        if how == "refuses":
+            engine.mirror = FullMirror(tmp_path / "full")
+        else:
+            engine.fail = failing("load_written")
+        with pytest.raises(sr.WeightSyncError, match=r"no space left|out of luck") as caught:
+            await b.syncer.sync()
+        assert (caught.value.phase, caught.value.engine) == ("transfer", "remote-0")
+        assert b.states == ["stale"]
+        engine.mirror = mirror
+        assert (await b.syncer.sync()).written_bytes == whole
+        assert are_equal(engine, b.sent)
+    assert len(list(shared.iterdir())) == 1
+
+
+async def test_an_engine_that_keeps_no_copy_is_refused_before_anything_is_written(tmp_path: Path, shared: Path) -> None:
+    engines = [*mirrored(tmp_path, "remote-0"), RemoteEngine("remote-1")]
+    async with bench(*engines, remote=sr.Disk(shared, delta=True)) as b:
+        with pytest.raises(sr.ConfigError, match=r"remote-1 keeps no copy of its weights.*sglrollout serve"):
+            await b.syncer.sync()
+        assert b.states == ["ready", "ready"]
+    assert list(shared.iterdir()) == []
+
+
+async def test_a_copy_is_that_of_the_sync_even_if_one_before_it_broke_off(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the trainer keeps is a mixture then, and nothing may be built on it."""
+    (engine,) = mirrored(tmp_path, "remote-0")
+    async with bench(engine, remote=sr.Disk(shared, delta=True)) as b:
+        whole = (await b.syncer.sync()).written_bytes
+        b.sent.update(weights())
+        add, calls = FolderWriter.add, itertools.count()
+
+        def add_or_fail(writer: FolderWriter, *arguments: Any) -> None:
+            if next(calls) == 1:
+                raise sr.WeightSyncError("transfer", "the disk is full")
+            add(writer, *arguments)
+
+        monkeypatch.setattr(FolderWriter, "add", add_or_fail)
+        with pytest.raises(sr.WeightSyncError, match="the disk is full"):
+            await b.syncer.sync()
+        assert (await b.syncer.sync()).written_bytes == whole
+        assert are_equal(engine, b.sent)
+
+
 # ------------------------------------------------------------ options
 
 
@@ -570,6 +714,7 @@ async def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatc
         (lambda: sr.Broadcast(port=True), "port"),
         (lambda: sr.Disk("weights"), "folder"),
         (lambda: sr.Disk("/no/such/folder"), "folder"),
+        (lambda: sr.Disk("/tmp", delta=1), "delta"),  # type: ignore[arg-type]
         (lambda: sr.WeightSyncer(None, sr.TensorSource({}), remote="disk"), "remote"),  # type: ignore[arg-type]
     ],
 )

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from sglrollout.concurrency import in_parallel
@@ -15,6 +16,7 @@ from sglrollout.engine.remote_server import Server
 from sglrollout.wire.messages import EngineInfo
 
 _GRACE_S = 5.0
+_FROM_DISK = "/update_weights_from_disk"
 _SESSIONS_SINCE = (0, 5, 21)
 """From here on weights are loaded within a session, and a cache can be emptied beside retracted requests."""
 
@@ -184,12 +186,42 @@ class Commands:
     async def _on_load_from_disk(self, timeout_s: float, path: str) -> dict[str, Any]:
         """Load safetensors files from a directory that the servers see under this path; they stay paused."""
         await self._relabel(LOADING, timeout_s)
-        body = {
-            **{"model_path": path, "load_format": "safetensors"},  # a server may have been started with another format
-            **{"flush_cache": False, "abort_all_requests": False, "keep_pause": True},
-        }
-        await self._check("/update_weights_from_disk", body, timeout_s)
+        await self._check(_FROM_DISK, _from_disk(path), timeout_s)
         return {}
+
+    async def _on_mirrors(self, timeout_s: float) -> dict[str, Any]:
+        """Which weights servers have in copies of their own; ``None`` where one keeps no copy."""
+        ids: list[str] = []
+
+        async def ask(server: Server) -> None:
+            ids.append(await server.mirrored(timeout_s))
+
+        try:
+            await self._all(ask)
+        except RefusedError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+            return {"ids": None}
+        return {"ids": ids}
+
+    async def _on_load_written(self, timeout_s: float, folder: str) -> dict[str, Any]:
+        """Update the servers' copies of their weights from a directory that they see under this path, and load those;
+        they stay paused. Nothing is loaded if a copy cannot be updated, and the answer says why."""
+        copies: dict[Server, str] = {}
+        refusals: list[str] = []
+
+        async def update(server: Server) -> None:
+            answer = await server.update_mirror(folder, timeout_s)
+            if answer.success:
+                copies[server] = answer.folder
+            else:
+                refusals.append(answer.message)
+
+        await self._all(update)
+        if not refusals:
+            await self._relabel(LOADING, timeout_s)
+            await self._all(lambda server: _checked(server, _FROM_DISK, _from_disk(copies[server]), timeout_s))
+        return {"refusal": "; ".join(refusals)}
 
     async def _on_load_adapter(
         self, timeout_s: float, adapter: str, folder: str, config: dict[str, Any]
@@ -205,6 +237,13 @@ class Commands:
 
 
 _INSTEAD = "weights reach it through a group (init_group, receive_weights) or a disk (load_from_disk)"
+
+
+def _from_disk(path: str) -> dict[str, Any]:
+    return {
+        **{"model_path": path, "load_format": "safetensors"},  # a server may have been started with another format
+        **{"flush_cache": False, "abort_all_requests": False, "keep_pause": True},
+    }
 
 
 async def _checked(server: Server, path: str, body: dict[str, Any], timeout_s: float) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from sglrollout.engine.http import Http, UnreachableError, Verify, decoded, quoted
 from sglrollout.engine.installed import SUPPORTED_VERSIONS, support
+from sglrollout.engine.mirror import ROUTE as MIRROR_ROUTE
 from sglrollout.engine.remote_answers import LOADING, version_of
 from sglrollout.wire.messages import EngineInfo, Load
 
@@ -100,6 +101,15 @@ class _Models(msgspec.Struct):
     data: list[_Listed] = []
 
 
+class MirrorState(msgspec.Struct):
+    """Of :data:`sglrollout.engine.mirror.ROUTE`."""
+
+    id: str = ""
+    folder: str = ""
+    success: bool = True
+    message: str = ""
+
+
 class Facts(NamedTuple):
     """What a server is.
 
@@ -168,13 +178,31 @@ class Server:
         """Its weight version, in its own words."""
         return (await self._read("/model_info", _ModelInfo, timeout_s)).weight_version or ""
 
+    async def mirrored(self, timeout_s: float) -> str:
+        """The id of the weights that it has in a copy of its own; empty if there are none.
+
+        Raises:
+            RefusedError: with status 404, it keeps no copy.
+        """
+        body = await self._http.call("GET", MIRROR_ROUTE, timeout_s=timeout_s, key=self._admin_key)
+        state: MirrorState = self._decoded(body, MIRROR_ROUTE, MirrorState)
+        return state.id
+
+    async def update_mirror(self, folder: str, timeout_s: float) -> MirrorState:
+        """Have its copy updated from what a trainer wrote."""
+        body = await self.tell(MIRROR_ROUTE, {"folder": folder}, timeout_s)
+        state: MirrorState = self._decoded(body, MIRROR_ROUTE, MirrorState)
+        return state
+
     async def load(self, timeout_s: float) -> ServerLoad:
         """What its scheduler said last of its load."""
         loads = (await self._read("/v1/loads", _Loads, timeout_s, include="core")).loads
         return loads[0] if loads else ServerLoad()
 
     async def _read(self, path: str, kind: type[Any], timeout_s: float, **params: Any) -> Any:
-        body = await self._http.call("GET", path, params=params, timeout_s=timeout_s)
+        return self._decoded(await self._http.call("GET", path, params=params, timeout_s=timeout_s), path, kind)
+
+    def _decoded(self, body: bytes, path: str, kind: type[Any]) -> Any:
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

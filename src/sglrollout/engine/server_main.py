@@ -14,10 +14,11 @@ import sys
 import traceback
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from sglrollout._address import WILDCARDS, is_loopback
-from sglrollout.engine import cpu_support
+from sglrollout.engine import cpu_support, mirror
 from sglrollout.engine.environment import within_the_engine
 from sglrollout.engine.orphan_watch import OrphanWatch
 from sglrollout.engine.processes import end_group
@@ -35,9 +36,11 @@ def serve(arguments: Mapping[str, Any], scratch_dir: str) -> None:
     at_first = start_environment(scratch_dir, arguments["host"], arguments.get("nnodes", 1))
     later = {name: os.environ.get(name) for name in at_first}
     change_environment(at_first)
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
 
+    if arguments.get("nnodes", 1) == 1:  # else other machines read weights, too
+        mirror.add_to(app, mirror.Mirror(Path(scratch_dir) / "weights"))
     secrets = [arguments[name] for name in _SECRETS if arguments.get(name)]
     keep_out_of_logs(secrets)
     launch_server(

@@ -47,6 +47,10 @@ class BroadcastRoad:
     def num_buckets(self) -> int:
         return self._assembler.num_buckets
 
+    @property
+    def num_written(self) -> int:
+        return 0
+
     # ------------------------------------------------------------ the group
 
     async def connect(self, leader: Leader) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
@@ -248,6 +249,38 @@ class Leader:
 
     async def load_from_disk(self, path: str) -> None:
         await self._remote("transfer", "load_from_disk", lambda m: {"path": path})
+
+    async def mirrors(self) -> dict[str, set[str]]:
+        """Which weights remote engines have in copies of their own, by engine.
+
+        Raises:
+            ConfigError: one has none.
+        """
+        answers = await self._all("plan", lambda m: m.engine.command("mirrors", self._timeout_s), self.remote)
+        held = {member.name: answer["ids"] for member, answer in zip(self.remote, answers, strict=True)}
+        for name, ids in held.items():
+            if ids is None:
+                rule = (
+                    f"must be a Disk without delta=True: {name} keeps no copy of its weights. Servers that "
+                    "`sglrollout serve` starts on one machine do"
+                )
+                raise ConfigError("remote", "Disk(..., delta=True)", rule)
+        return {name: set(ids) for name, ids in held.items()}
+
+    async def load_written(self, folder: Path, names: Collection[str]) -> dict[str, str]:
+        """Let remote engines have their copies updated from a folder, and load them.
+
+        Args:
+            names: of those engines.
+
+        Returns:
+            of those whose copies could not be updated, why; they have loaded nothing.
+        """
+        members = [member for member in self.remote if member.name in names]
+        answers = await self._all(
+            "transfer", lambda m: m.engine.command("load_written", self._timeout_s, folder=str(folder)), members
+        )
+        return {m.name: answer["refusal"] for m, answer in zip(members, answers, strict=True) if answer["refusal"]}
 
     # ------------------------------------------------------------ LoRA
 

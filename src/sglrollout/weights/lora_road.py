@@ -38,10 +38,15 @@ class LoRARoad:
         self._source, self._folder, self._written = source, folder, written
         self._assembler = Assembler(layout, source, bucket_bytes, assembles=folder is not None, packed=False)
         self._tensors: dict[str, Any] = {}
+        self._num_written = 0
 
     @property
     def num_buckets(self) -> int:
         return self._assembler.num_buckets
+
+    @property
+    def num_written(self) -> int:
+        return self._num_written
 
     async def connect(self, leader: Leader) -> None:
         """Nothing."""
@@ -80,6 +85,7 @@ class LoRARoad:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise WeightSyncError("transfer", f"the adapter could not be written to {self._folder}: {error}") from error
         self._written.append(whole)
+        self._num_written = sum(tensor.nbytes for tensor in self._tensors.values())
         self._tensors.clear()
 
     async def load(self, leader: Leader, k: int, made: list[Any]) -> None:

@@ -39,6 +39,10 @@ class PortableTransfer:
     def num_buckets(self) -> int:
         return self._assembler.num_buckets
 
+    @property
+    def num_written(self) -> int:
+        return 0
+
     def begin(self) -> None:
         """Once for each sync."""
         self._assembler.begin()

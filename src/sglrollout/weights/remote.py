@@ -54,12 +54,17 @@ class Disk:
 
     Args:
         folder: exists, and is writable here.
+        delta: write what has changed since the last sync, bit for bit, where that is less, and let servers apply it to
+            copies of the weights that they keep on their machines. All is written where no server has the weights of
+            the last sync, and for those that have not. The trainer keeps a copy in its memory, too. For servers that
+            ``sglrollout serve`` or :func:`sglrollout.launch_server` starts, each on one machine.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: an option is wrong.
     """
 
     folder: str | os.PathLike[str]
+    delta: bool = False
 
     def __post_init__(self) -> None:
         path = Path(self.folder)
@@ -67,6 +72,8 @@ class Disk:
             raise ConfigError("folder", str(path), "must be an absolute path: servers are told of it")
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             raise ConfigError("folder", str(path), "must be a folder that exists and is writable")
+        if not isinstance(self.delta, bool):
+            raise ConfigError("delta", self.delta, "must be True or False")
 
 
 Remote: TypeAlias = Broadcast | Disk
@@ -88,8 +95,10 @@ def make_road(
         written: see :class:`sglrollout.weights.disk.DiskRoad`.
     """
     from sglrollout.weights.broadcast import BroadcastRoad
+    from sglrollout.weights.delta_road import DeltaRoad
     from sglrollout.weights.disk import DiskRoad
 
     if isinstance(remote, Disk):
-        return DiskRoad(layout, source, bucket_bytes, Path(remote.folder) if serves else None, written)
+        road = DeltaRoad if remote.delta else DiskRoad
+        return road(layout, source, bucket_bytes, Path(remote.folder) if serves else None, written)
     return BroadcastRoad(layout, source, bucket_bytes, remote if serves else None, timeout_s)

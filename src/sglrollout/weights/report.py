@@ -14,7 +14,7 @@ class SyncReport:
     Attributes:
         version: of the weights that engines have now.
         method: ``fast`` (mapped memory and recorded copies) or ``portable`` (SGLang's flattened buckets), and
-            ``broadcast`` or ``disk`` for remote engines; joined by a plus sign where there are both.
+            ``broadcast``, ``disk`` or ``delta`` for remote engines; joined by a plus sign where there are both.
         why_portable: why it was not ``fast``; empty when it was, or when it was asked for.
         mode: how running requests were treated.
         num_bytes: of all weights, once, in the engines' dtypes.
@@ -31,6 +31,7 @@ class SyncReport:
         resume_s: until every engine ran again, under the new version.
         total_s: the whole call.
         copy_bytes_per_s: how fast the device copies its own memory, the floor of ``transfer_s``.
+        written_bytes: what this rank wrote to a disk for engines: weights, or what changed of them.
     """
 
     version: int
@@ -51,6 +52,7 @@ class SyncReport:
     resume_s: float
     total_s: float
     copy_bytes_per_s: float
+    written_bytes: int = 0
 
     @property
     def gb_per_s(self) -> float:

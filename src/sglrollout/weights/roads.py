@@ -17,6 +17,11 @@ class Road(Protocol):
     @property
     def num_buckets(self) -> int: ...
 
+    @property
+    def num_written(self) -> int:
+        """Bytes that this rank wrote to a disk in the last sync."""
+        ...
+
     def begin(self) -> None:
         """Once for each sync, on the worker's thread."""
 

@@ -164,7 +164,8 @@ class WeightSyncer:
             version: of these weights, greater than all before; by default one more.
 
         Returns:
-            what was done and how long it took: the same on every rank, ``plan_s``, ``total_s``, ``num_buckets`` apart.
+            what was done and how long it took: the same on every rank, ``plan_s``, ``total_s``, ``num_buckets``,
+            ``written_bytes`` apart.
 
         Raises:
             WeightNamesError: trainer and engines do not have the same weights. Nothing was sent; engines serve on.
@@ -261,6 +262,7 @@ class WeightSyncer:
             plan_s=plan_s,
             total_s=time.perf_counter() - begun,
             copy_bytes_per_s=plan.copy_bytes_per_s,
+            written_bytes=sum(road.num_written for road in plan.roads),
             **seconds,
         )
 
