@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,9 @@ import sglrollout as sr  # noqa: E402
 from sglrollout import testing  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # torchrun starts this as a script
+from sglrollout.engine.mirror import Mirror  # noqa: E402
 from tests.reference import GREEDY, PROMPTS, greedy, trained  # noqa: E402
+from tests.remote_engine import RemoteEngine  # noqa: E402
 
 BUCKET_BYTES = 1 << 15  # so small that every model needs many, and its embedding is cut
 OPTIONS = json.loads(sys.argv[3])
@@ -334,8 +337,35 @@ async def lora(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, A
     return found
 
 
+async def changes(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
+    """What has changed of weights that are cut over the ranks, for a scripted server of rank 0's."""
+    engine = RemoteEngine("remote-0", mirror=Mirror(path.parent / "mirror"))
+    shared = path.parent / f"shared-{dist.get_rank()}"
+    shared.mkdir()
+    model = shard(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "fsdp")
+    found: dict[str, Any] = {"written": [], "equal": []}
+    async with AsyncExitStack() as stack:
+        own = None
+        if rollout is not None:
+            config = sr.RolloutConfig(model=str(path), progress=False)
+            own = await stack.enter_async_context(sr.AsyncRolloutEngine(config=config, engines=[engine]))
+        options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "remote": sr.Disk(shared, delta=True)}
+        syncer = await stack.enter_async_context(sr.WeightSyncer(own, sr.FSDPSource(model), **options))
+        for step in range(3):
+            reference = trained(path, 7)
+            with torch.no_grad():
+                reference.model.norm.weight[step] += step
+            copy_into(model, reference)
+            found["written"].append((await syncer.sync()).written_bytes)
+            state = reference.state_dict()
+            found["equal"].append(all(torch.equal(engine.received[n], state[n]) for n in engine.received))
+    found["num_weights"] = len(engine.received)
+    return found
+
+
 SCENARIOS: dict[str, Callable[..., Any]] = {
     "lora": lora,
+    "changes": changes,
     "cuts": cuts,
     "offloaded": offloaded,
     "after_a_forward": after_a_forward,

@@ -97,12 +97,19 @@ def test_two_ranks_sync_sharded_and_whole_weights_and_survive_failures(tmp_path:
     assert owner["failing_rank"]["healed"] == ["ready"]
 
 
-def test_two_ranks_sync_an_adapter_of_which_each_has_a_part(tmp_path: Path) -> None:
-    owner, other = torchrun(2, "lora", tmp_path, more={"lora_rank": 4})
+def test_two_ranks_sync_an_adapter_or_changes_of_which_each_has_a_part(tmp_path: Path) -> None:
+    owner, other = torchrun(2, "lora,changes", tmp_path, more={"lora_rank": 4})
     assert owner["lora"].pop("equal")
-    assert owner == other
+    assert owner["lora"] == other["lora"]
     assert owner["lora"]["method"] == "lora"
     assert owner["lora"]["num_buckets"] > 2
+
+    changes = owner["changes"]
+    assert changes["num_weights"] >= 24
+    assert changes["equal"] == [True] * 3
+    assert changes["written"][0] > 400_000
+    assert changes["written"][1:] == [6, 12]  # an element; that one again, and another
+    assert other["changes"]["written"] == [0] * 3
 
 
 def test_four_ranks_sync_every_way_to_cut_a_model_into_an_engine_with_two_tp_ranks(tmp_path: Path) -> None:
