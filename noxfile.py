@@ -26,6 +26,8 @@ nox.options.reuse_venv = "yes"
 ROOT = Path(__file__).parent
 REQUIREMENTS = ROOT / "requirements"
 ENVIRONMENTS = ROOT / ".nox"
+LAST_FAILED = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
+MOST_TRIED_AGAIN = 3
 CLOSURE_PYTHON = (3, 11)  # the version whose wheels requirements/cpu.txt was seen working with
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -92,7 +94,22 @@ def docs(session: nox.Session) -> None:
 
 
 def _pytest(session: nox.Session, python: str, **env: str) -> None:
-    session.run(python, "-m", "pytest", *session.posargs, env=_environment(**env))
+    """Run the tests, and the few that failed once more, in a new process.
+
+    Real engines share a machine here with what else is on it, and any process may stand still for seconds. A test that
+    passes the second time is named as unsteady; one that fails twice has failed.
+    """
+    LAST_FAILED.unlink(missing_ok=True)
+    environment = _environment(**env)
+    try:
+        session.run(python, "-m", "pytest", *session.posargs, env=environment)
+    except nox.command.CommandFailed:
+        failed = list(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
+        if not 0 < len(failed) <= MOST_TRIED_AGAIN:
+            raise
+        session.log(f"Once more: {len(failed)} that failed.")
+        session.run(python, "-m", "pytest", *failed, env=environment)
+        session.warn(f"UNSTEADY, passed the second time only: {', '.join(failed)}")
 
 
 def _environment(**extra: str) -> dict[str, str]:
