@@ -22,7 +22,7 @@ from sglrollout.wire.messages import EngineInfo
 
 REMOTE = (
     *("init_group", "destroy_group", "receive_weights", "begin_update", "end_update", "load_from_disk"),
-    *("mirrors", "load_written"),
+    *("mirrors", "update_mirror", "load_mirror"),
 )
 
 
@@ -133,15 +133,19 @@ class RemoteEngine(ScriptedEngine):
     async def _remote_mirrors(self) -> dict[str, Any]:
         return {"ids": None if self.mirror is None else [self.mirror.id]}
 
-    async def _remote_load_written(self, folder: str) -> dict[str, Any]:
+    async def _remote_update_mirror(self, folder: str, new_id: str) -> dict[str, Any]:
         assert self.mirror is not None
         try:
-            self.mirror.update(Path(folder))
+            self.mirror.update(Path(folder), new_id)
         except DeltaError as error:
             return {"refusal": str(error)}
+        return {"refusal": None}
+
+    async def _remote_load_mirror(self, new_id: str) -> None:
+        assert self.mirror is not None
+        assert self.mirror.id == new_id
         self.received.clear()
         await self._remote_load_from_disk(str(self.mirror.folder))
-        return {"refusal": ""}
 
     async def _remote_load_from_disk(self, path: str) -> None:
         for file in sorted(Path(path).glob("*.safetensors")):

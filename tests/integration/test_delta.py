@@ -1,4 +1,4 @@
-"""Real SGLang servers that this library starts get what changed of the weights, and have all of them."""
+"""Real SGLang servers that this library starts, one of them by TLS, get what changed of the weights alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import anyio
 import httpx
 import pytest
 import torch
+import trustme
 
 import sglrollout as sr
 from sglrollout.wire.delta import File
@@ -23,9 +24,22 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
-async def servers(tiny_model: Path) -> AsyncIterator[list[sr.SGLangServer]]:
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The certificate of who vouches for a server, and beside it the server's own, with its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "authority.pem")
+    of_server = authority.issue_cert("127.0.0.1")
+    of_server.private_key_and_cert_chain_pem.write_to_path(folder / "server.pem")
+    return folder / "authority.pem"
+
+
+@pytest.fixture(scope="module")
+async def servers(tiny_model: Path, authority: Path) -> AsyncIterator[list[sr.SGLangServer]]:
+    own = str(authority.with_name("server.pem"))
+    secure: dict[str, Any] = {"engine_args": {"ssl_certfile": own, "ssl_keyfile": own}}
     async with AsyncExitStack() as stack:
-        servers = [sr.launch_server(tiny_model, **OPTIONS) for _ in range(2)]
+        servers = [sr.launch_server(tiny_model, **{**OPTIONS, **more}) for more in ({}, secure)]
         async with anyio.create_task_group() as starts:
             for server in servers:
                 starts.start_soon(server.start)
@@ -35,8 +49,10 @@ async def servers(tiny_model: Path) -> AsyncIterator[list[sr.SGLangServer]]:
 
 
 @pytest.fixture(scope="module")
-async def pool(tiny_model: Path, servers: list[sr.SGLangServer]) -> AsyncIterator[sr.AsyncRolloutEngine]:
-    remote = [sr.RemoteEngine(server.url, api_key=server.api_key) for server in servers]
+async def pool(
+    tiny_model: Path, servers: list[sr.SGLangServer], authority: Path
+) -> AsyncIterator[sr.AsyncRolloutEngine]:
+    remote = [sr.RemoteEngine(server.url, api_key=server.api_key, verify=str(authority)) for server in servers]
     async with sr.AsyncRolloutEngine(tiny_model, num_engines=1, remote=remote, **OPTIONS) as pool:
         yield pool
 
@@ -55,7 +71,7 @@ def step(model: Any, every: int) -> None:
 async def mirrored(server: sr.SGLangServer) -> Path:
     """Where a server keeps its copy."""
     headers = {"authorization": f"Bearer {server.api_key}"}
-    async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False, verify=False) as http:
         said = (await http.get("/sglrollout/weights")).json()
     assert said["id"]
     return Path(said["folder"])
@@ -85,6 +101,19 @@ async def test_servers_get_all_weights_once_and_then_what_changed(
         assert await answers_like(pool, model)
         assert (await syncer.verify()).num_remote == 2
     assert len(list(tmp_path.iterdir())) == 1
+
+
+async def test_a_server_whose_certificate_nobody_vouches_for_is_refused_and_told_no_key(
+    servers: list[sr.SGLangServer], tiny_model: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "authority.pem"
+    trustme.CA().cert_pem.write_to_path(other)
+    for verify in (True, str(other)):
+        remote = [sr.RemoteEngine(servers[1].url, api_key="a-secret", verify=verify)]
+        with anyio.fail_after(20), pytest.raises(sr.EngineStartError, match=r"CERTIFICATE_VERIFY_FAILED.*verify=") as e:
+            async with sr.AsyncRolloutEngine(tiny_model, num_engines=0, remote=remote):
+                pass
+        assert "a-secret" not in str(e.value)
 
 
 async def test_a_copy_that_was_damaged_is_made_anew_within_the_sync(

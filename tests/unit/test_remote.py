@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 import sglrollout as sr
-from tests.remote import Exchange, ScriptedRouter, ScriptedServer, continued, rollout_of, until
+from tests.remote import Exchange, Fault, ScriptedRouter, ScriptedServer, continued, rollout_of, until
 
 PROMPT = [5, 6, 7]
 SHORT = sr.Sampling(max_new_tokens=20)
@@ -663,6 +663,64 @@ async def test_a_checkpoint_is_loaded_from_a_disk(server: ScriptedServer, tiny_m
             **{"flush_cache": False, "abort_all_requests": False, "keep_pause": True},
         }
         assert server.label == "sglrollout-loading"
+
+
+def saying(**answer: Any) -> Fault:
+    async def fault(exchange: Exchange) -> None:
+        await exchange.answer(answer)
+
+    return fault
+
+
+async def test_a_servers_copy_of_its_weights_is_updated_and_loaded(server: ScriptedServer, tiny_model: Path) -> None:
+    route = "/sglrollout/weights"
+    async with rollout_of(tiny_model, server) as rollout:
+        engine = engine_of(rollout)
+        server.faults[route] = saying(id="old", folder="/tmp/w")
+        assert await engine.command("mirrors", 1.0) == {"ids": ["old"]}
+        server.faults[route] = saying(id="new", folder="/tmp/w", refusal=None)
+        told = {"folder": "/shared/changes", "new_id": "new"}
+        assert await engine.command("update_mirror", 1.0, **told) == {"refusal": None}
+        assert server.bodies[server.told.index(route, server.told.index(route) + 1)] == {
+            "folder": "/shared/changes",
+            "id": "new",
+        }
+        assert server.label != "sglrollout-loading"  # it has the weights that it had
+        await engine.command("load_mirror", 1.0, new_id="new")
+        assert server.bodies[server.told.index("/update_weights_from_disk")]["model_path"] == "/tmp/w"
+        assert server.label == "sglrollout-loading"
+
+
+@pytest.mark.parametrize(
+    ("answer", "refusal"),
+    [
+        ({"id": "new", "folder": "/tmp/w", "refusal": "no room"}, "no room"),
+        ({"id": "new", "folder": "/tmp/w", "refusal": ""}, "it has new"),
+        ({"id": "old", "folder": "/tmp/w"}, "it has old"),
+        ({"id": "", "folder": "/tmp/w", "refusal": None}, "it has nothing"),
+    ],
+)
+async def test_a_copy_that_was_not_updated_is_no_success(
+    server: ScriptedServer, tiny_model: Path, answer: dict[str, Any], refusal: str
+) -> None:
+    async with rollout_of(tiny_model, server) as rollout:
+        server.faults["/sglrollout/weights"] = saying(**answer)
+        told = {"folder": "/shared/changes", "new_id": "new"}
+        assert await engine_of(rollout).command("update_mirror", 1.0, **told) == {"refusal": refusal}
+
+
+async def test_a_copy_that_another_trainer_changed_is_not_loaded_as_ours(
+    server: ScriptedServer, tiny_model: Path
+) -> None:
+    async with rollout_of(tiny_model, server) as rollout:
+        server.faults["/sglrollout/weights"] = saying(id="theirs", folder="/tmp/w")
+        with pytest.raises(sr.EngineRequestError, match="changed meanwhile, by another trainer"):
+            await engine_of(rollout).command("load_mirror", 1.0, new_id="ours")
+        assert "/update_weights_from_disk" not in server.told
+        for odd in ({}, {"success": True}):
+            server.faults["/sglrollout/weights"] = saying(**odd)
+            with pytest.raises(sr.EngineRequestError, match="not that of an SGLang server"):
+                await engine_of(rollout).command("update_mirror", 1.0, folder="/shared", new_id="ours")
 
 
 async def test_an_old_sglang_has_no_update_session_and_no_flush_beside_retracted_requests(

@@ -627,7 +627,26 @@ async def test_an_engine_whose_copy_is_another_gets_all_and_the_others_what_has_
         assert all(are_equal(engine, b.sent) for engine in engines)
 
 
-async def test_an_engine_that_finds_its_copy_damaged_gets_all_within_the_sync(tmp_path: Path, shared: Path) -> None:
+async def test_a_plan_made_anew_builds_on_the_weights_of_the_last_sync(tmp_path: Path, shared: Path) -> None:
+    """As after a sync of another syncer's, or once an engine came back."""
+    engines = mirrored(tmp_path, "remote-0", "remote-1")
+    others = weights()
+    async with bench(*engines, remote=sr.Disk(shared, delta=True)) as b:
+        whole = (await b.syncer.sync()).written_bytes
+        source = sr.TensorSource(others)
+        async with sr.WeightSyncer(b.rollout, source, remote=sr.Disk(shared)) as other:
+            assert (await other.sync()).written_bytes == whole
+            assert all(are_equal(engine, others) for engine in engines)
+        b.sent["large"][3, 5] = 7.0
+        report = await b.syncer.sync()
+        assert report.plan_s > 0
+        assert report.written_bytes == 6
+        assert all(are_equal(engine, b.sent) for engine in engines)
+
+
+async def test_an_engine_that_finds_its_copy_damaged_gets_all_within_the_sync_and_that_is_logged(
+    tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     engines = mirrored(tmp_path, "remote-0", "remote-1")
     async with bench(*engines, remote=sr.Disk(shared, delta=True)) as b:
         whole = (await b.syncer.sync()).written_bytes
@@ -636,20 +655,23 @@ async def test_an_engine_that_finds_its_copy_damaged_gets_all_within_the_sync(tm
             file = File(path)
             if "large" in file.names:
                 file.bits("large")[0] ^= 1
-        b.sent["large"][3, 5] = 7.0
-        assert (await b.syncer.sync()).written_bytes == whole + 6
+        b.sent["scalar"].neg_()  # so that what is damaged did not change
+        assert (await b.syncer.sync()).written_bytes == whole + 4
         assert all(are_equal(engine, b.sent) for engine in engines)
+    (record,) = (record for record in caplog.records if record.name == "sglrollout.weights")
+    assert "remote-0 gets all weights" in record.getMessage()
+    assert "large is not bit for bit what the trainer has" in record.getMessage()
 
 
 class FullMirror(Mirror):
     """On a disk without room."""
 
-    def update(self, source: Path) -> None:
+    def update(self, source: Path, new_id: str) -> None:
         raise DeltaError("no space left")
 
 
 @pytest.mark.parametrize("how", ["refuses", "fails"])
-async def test_an_engine_that_cannot_take_even_all_weights_is_stale_and_the_next_sync_writes_all(
+async def test_an_engine_that_cannot_take_even_all_weights_is_stale_until_it_can(
     tmp_path: Path, shared: Path, how: str
 ) -> None:
     (engine,) = mirrored(tmp_path, "remote-0")
@@ -660,13 +682,13 @@ async def test_an_engine_that_cannot_take_even_all_weights_is_stale_and_the_next
         if how == "refuses":
             engine.mirror = FullMirror(tmp_path / "full")
         else:
-            engine.fail = failing("load_written")
+            engine.fail = failing("load_mirror")
         with pytest.raises(sr.WeightSyncError, match=r"no space left|out of luck") as caught:
             await b.syncer.sync()
         assert (caught.value.phase, caught.value.engine) == ("transfer", "remote-0")
         assert b.states == ["stale"]
-        engine.mirror = mirror
-        assert (await b.syncer.sync()).written_bytes == whole
+        engine.mirror = mirror  # which is up to date where loading alone failed
+        assert (await b.syncer.sync()).written_bytes == (whole if how == "refuses" else 0)
         assert are_equal(engine, b.sent)
     assert len(list(shared.iterdir())) == 1
 

@@ -37,11 +37,20 @@ class UnreachableError(Exception):
     Args:
         sent: the server may have got the request.
         refused: nobody listens there.
+        untrusted: its TLS certificate is not one to trust.
         timed_out: the deadline passed.
     """
 
-    def __init__(self, message: str, *, sent: bool = True, refused: bool = False, timed_out: bool = False) -> None:
-        self.sent, self.refused, self.timed_out = sent, refused, timed_out
+    def __init__(
+        self,
+        message: str,
+        *,
+        sent: bool = True,
+        refused: bool = False,
+        untrusted: bool = False,
+        timed_out: bool = False,
+    ) -> None:
+        self.sent, self.refused, self.untrusted, self.timed_out = sent, refused, untrusted, timed_out
         super().__init__(message)
 
 
@@ -226,17 +235,17 @@ def _unreachable(error: httpx.HTTPError) -> UnreachableError:
     return UnreachableError(
         f"{type(error).__name__}{said}",
         sent=not unsent,
-        refused=unsent and _was_refused(error),
+        refused=unsent and _stems_from(error, ConnectionRefusedError),  # which the kernel of that machine said
+        untrusted=_stems_from(error, ssl.SSLCertVerificationError),
         timed_out=isinstance(error, httpx.TimeoutException),
     )
 
 
-def _was_refused(error: BaseException | None) -> bool:
-    """Whether nobody listens there, which the kernel of that machine said."""
+def _stems_from(error: BaseException | None, kind: type[Exception]) -> bool:
     while error is not None:
         if isinstance(error, BaseExceptionGroup):
-            return all(_was_refused(inner) for inner in error.exceptions)
-        if isinstance(error, ConnectionRefusedError):
+            return all(_stems_from(inner, kind) for inner in error.exceptions)
+        if isinstance(error, kind):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -8,69 +8,111 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
 from safetensors import SafetensorError
 
-from sglrollout.wire.delta import MANIFEST, DeltaError, File, Manifest
+from sglrollout.wire.delta import DeltaError, File, Manifest
 
 ROUTE = "/sglrollout/weights"
 
 
 class Mirror:
-    """Safetensors files in a folder of this server's own.
+    """Safetensors files in a folder of this server's own. Whole weights get a new one, and that of those before stays
+    until the next update: SGLang may still read it, for a trainer that waits no more.
 
     Args:
-        folder: made when it is first needed.
+        root: in which these folders are; made when it is first needed.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.folder = root
         self.id = ""
         """Of the weights that are there; empty where there are none, or a half of some."""
         self._lock = threading.Lock()
 
-    def update(self, source: Path) -> None:
+    def update(self, source: Path, new_id: str) -> None:
         """Have the weights of a folder that a trainer wrote: copied, or what is there changed by it.
 
         Raises:
-            DeltaError: they are changes of other weights than those here, or are not what the trainer has: then there
-                are none here any more.
-            OSError: files could not be read, or written.
+            DeltaError: that is not possible: the folder has other weights, or changes of others than those here, or is
+                damaged, or cannot be read; there is no room; or what is here is not what the trainer has, after it.
         """
         with self._lock:
-            manifest = Manifest.read(source)
-            if manifest.base and manifest.base != self.id:
-                raise DeltaError(f"these are changes of {manifest.base}, and here is {self.id or 'nothing'}")
-            self.id = ""
-            if not manifest.base:
-                self._copy(source)
-            for name, sums in manifest.sums.items():
-                file = File(self.folder / name)
-                if manifest.base:
-                    file.apply(_read(source / name))
-                file.check(sums)
-            self.id = manifest.id
+            try:
+                self._update(source, new_id)
+            except (
+                OSError,
+                LookupError,
+                AttributeError,
+                TypeError,
+                ValueError,
+                OverflowError,
+                SafetensorError,
+            ) as error:
+                raise DeltaError(f"{type(error).__name__}: {error}") from error
 
-    def _copy(self, source: Path) -> None:
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        self.folder.mkdir()
-        for path in source.iterdir():
-            if path.name != MANIFEST:
-                shutil.copyfile(path, self.folder / path.name)
+    def _update(self, source: Path, new_id: str) -> None:
+        manifest = Manifest.read(source)
+        if manifest.id != new_id:
+            raise DeltaError(f"{source} has the weights {manifest.id}, and those should be {new_id}")
+        if manifest.base and manifest.base != self.id:
+            raise DeltaError(f"these are changes of {manifest.base}, and here is {self.id or 'nothing'}")
+        self._remove_outdated()
+        if manifest.base:
+            self.id = ""
+            for name in manifest.changed:
+                File(self.folder / name).apply(_read(source / name))
+            _check(self.folder, manifest.sums)
+        else:
+            self.folder = self._copy(source, manifest)
+        self.id = new_id
+
+    def _copy(self, source: Path, manifest: Manifest) -> Path:
+        """A new folder of whole weights, or none."""
+        files = [_regular(source / name) for name in manifest.changed]
+        self._root.mkdir(exist_ok=True)
+        needed, free = sum(path.stat().st_size for path in files), shutil.disk_usage(self._root).free
+        if needed > free:
+            raise DeltaError(f"{self._root} has {free / 1e9:.3g} GB free, and a copy needs {needed / 1e9:.3g}")
+        folder = self._root / manifest.id
+        folder.mkdir()
+        try:
+            for path in files:
+                shutil.copyfile(path, folder / path.name, follow_symlinks=False)
+            _check(folder, manifest.sums)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder
+
+    def _remove_outdated(self) -> None:
+        if self._root.exists():
+            for folder in self._root.iterdir():
+                if folder != self.folder:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(folder: Path, sums: Mapping[str, Mapping[str, int]]) -> None:
+    for name, of_file in sums.items():
+        File(folder / name).check(of_file)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    from safetensors.numpy import load_file
+    from safetensors.numpy import load
 
-    try:
-        changes: dict[str, Any] = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DeltaError(f"{path} cannot be read: {error}") from error
+    changes: dict[str, Any] = load(_regular(path).read_bytes())  # not mapped: a share that breaks would kill the server
     return changes
+
+
+def _regular(path: Path) -> Path:
+    if path.is_symlink() or not path.is_file():
+        raise DeltaError(f"{path} is not a file")
+    return path
 
 
 def add_to(app: Any, mirror: Mirror) -> None:
@@ -80,12 +122,12 @@ def add_to(app: Any, mirror: Mirror) -> None:
     async def state() -> dict[str, Any]:
         return {"id": mirror.id, "folder": str(mirror.folder)}
 
-    async def update(body: dict[str, Any]) -> dict[str, Any]:
+    async def update(body: dict[str, str]) -> dict[str, Any]:
         try:
-            await anyio.to_thread.run_sync(mirror.update, Path(str(body.get("folder"))))
-        except (DeltaError, OSError) as error:
-            return {"success": False, "message": f"{error}"}
-        return {"success": True, "message": "", **await state()}
+            await anyio.to_thread.run_sync(mirror.update, Path(body.get("folder", "")), body.get("id", ""))
+        except DeltaError as error:
+            return {"refusal": str(error), **await state()}
+        return {"refusal": None, **await state()}
 
     app.add_api_route(ROUTE, auth_level(AuthLevel.ADMIN_OPTIONAL)(state), methods=["GET"])
     app.add_api_route(ROUTE, auth_level(AuthLevel.ADMIN_OPTIONAL)(update), methods=["POST"])

@@ -220,6 +220,8 @@ class RemoteEngine:
                 hint = "" if error.status != 404 or self._is_router else ": for a router, give router=True"
                 raise UnsuitableError(f"{refusal(error, 'api_key')}{hint}") from None
             except UnreachableError as error:
+                if error.untrusted:
+                    raise UnsuitableError(f"{error} (verify= of RemoteEngine says whom to trust)") from None
                 self._stage = f"waiting for {self.url}: {error}"
             await self._close_servers()
             await anyio.sleep(_POLL_S)

@@ -194,7 +194,7 @@ class Commands:
         ids: list[str] = []
 
         async def ask(server: Server) -> None:
-            ids.append(await server.mirrored(timeout_s))
+            ids.append((await server.mirror(timeout_s)).id)
 
         try:
             await self._all(ask)
@@ -204,24 +204,33 @@ class Commands:
             return {"ids": None}
         return {"ids": ids}
 
-    async def _on_load_written(self, timeout_s: float, folder: str) -> dict[str, Any]:
-        """Update the servers' copies of their weights from a directory that they see under this path, and load those;
-        they stay paused. Nothing is loaded if a copy cannot be updated, and the answer says why."""
-        copies: dict[Server, str] = {}
+    async def _on_update_mirror(self, timeout_s: float, folder: str, new_id: str) -> dict[str, Any]:
+        """Update the servers' copies of their weights from a directory that they see under this path. If one cannot,
+        the answer says why."""
         refusals: list[str] = []
 
         async def update(server: Server) -> None:
-            answer = await server.update_mirror(folder, timeout_s)
-            if answer.success:
-                copies[server] = answer.folder
-            else:
-                refusals.append(answer.message)
+            state = await server.update_mirror(folder, new_id, timeout_s)
+            if state.refusal is not None or state.id != new_id:
+                refusals.append(state.refusal or f"it has {state.id or 'nothing'}")
 
         await self._all(update)
-        if not refusals:
-            await self._relabel(LOADING, timeout_s)
-            await self._all(lambda server: _checked(server, _FROM_DISK, _from_disk(copies[server]), timeout_s))
-        return {"refusal": "; ".join(refusals)}
+        return {"refusal": "; ".join(refusals) if refusals else None}
+
+    async def _on_load_mirror(self, timeout_s: float, new_id: str) -> dict[str, Any]:
+        """Load the servers' copies of their weights; they stay paused."""
+        await self._relabel(LOADING, timeout_s)
+
+        async def load(server: Server) -> None:
+            state = await server.mirror(timeout_s)
+            if state.id == new_id:
+                await _checked(server, _FROM_DISK, _from_disk(state.folder), timeout_s)
+                state = await server.mirror(timeout_s)
+            if state.id != new_id:
+                raise CannotError("its copy of the weights was changed meanwhile, by another trainer")
+
+        await self._all(load)
+        return {}
 
     async def _on_load_adapter(
         self, timeout_s: float, adapter: str, folder: str, config: dict[str, Any]

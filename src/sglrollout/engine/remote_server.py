@@ -102,12 +102,11 @@ class _Models(msgspec.Struct):
 
 
 class MirrorState(msgspec.Struct):
-    """Of :data:`sglrollout.engine.mirror.ROUTE`."""
+    """Of :data:`sglrollout.engine.mirror.ROUTE`: which weights a server's copy has, and where."""
 
-    id: str = ""
-    folder: str = ""
-    success: bool = True
-    message: str = ""
+    id: str
+    folder: str
+    refusal: str | None = None
 
 
 class Facts(NamedTuple):
@@ -178,19 +177,19 @@ class Server:
         """Its weight version, in its own words."""
         return (await self._read("/model_info", _ModelInfo, timeout_s)).weight_version or ""
 
-    async def mirrored(self, timeout_s: float) -> str:
-        """The id of the weights that it has in a copy of its own; empty if there are none.
+    async def mirror(self, timeout_s: float) -> MirrorState:
+        """What its copy of its weights has.
 
         Raises:
-            RefusedError: with status 404, it keeps no copy.
+            RefusedError: with status 404, it keeps none.
         """
         body = await self._http.call("GET", MIRROR_ROUTE, timeout_s=timeout_s, key=self._admin_key)
         state: MirrorState = self._decoded(body, MIRROR_ROUTE, MirrorState)
-        return state.id
+        return state
 
-    async def update_mirror(self, folder: str, timeout_s: float) -> MirrorState:
+    async def update_mirror(self, folder: str, new_id: str, timeout_s: float) -> MirrorState:
         """Have its copy updated from what a trainer wrote."""
-        body = await self.tell(MIRROR_ROUTE, {"folder": folder}, timeout_s)
+        body = await self.tell(MIRROR_ROUTE, {"folder": folder, "id": new_id}, timeout_s)
         state: MirrorState = self._decoded(body, MIRROR_ROUTE, MirrorState)
         return state
 

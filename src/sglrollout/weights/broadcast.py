@@ -31,6 +31,7 @@ class BroadcastRoad:
     """
 
     method = "broadcast"
+    second = None
 
     def __init__(
         self, layout: Layout, source: WeightSource, bucket_bytes: int, option: Broadcast | None, timeout_s: float

@@ -23,6 +23,7 @@ class DiskRoad:
     """
 
     method = "disk"
+    second = None
 
     def __init__(
         self, layout: Layout, source: WeightSource, bucket_bytes: int, folder: Path | None, written: list[Path]

@@ -250,13 +250,13 @@ class Leader:
     async def load_from_disk(self, path: str) -> None:
         await self._remote("transfer", "load_from_disk", lambda m: {"path": path})
 
-    async def mirrors(self) -> dict[str, set[str]]:
+    async def mirrors(self, phase: str) -> dict[str, set[str]]:
         """Which weights remote engines have in copies of their own, by engine.
 
         Raises:
             ConfigError: one has none.
         """
-        answers = await self._all("plan", lambda m: m.engine.command("mirrors", self._timeout_s), self.remote)
+        answers = await self._all(phase, lambda m: m.engine.command("mirrors", self._timeout_s), self.remote)
         held = {member.name: answer["ids"] for member, answer in zip(self.remote, answers, strict=True)}
         for name, ids in held.items():
             if ids is None:
@@ -267,20 +267,24 @@ class Leader:
                 raise ConfigError("remote", "Disk(..., delta=True)", rule)
         return {name: set(ids) for name, ids in held.items()}
 
-    async def load_written(self, folder: Path, names: Collection[str]) -> dict[str, str]:
-        """Let remote engines have their copies updated from a folder, and load them.
-
-        Args:
-            names: of those engines.
+    async def update_mirrors(self, folder: Path, new_id: str, names: Collection[str]) -> dict[str, str]:
+        """Let remote engines of these names have their copies updated from a folder.
 
         Returns:
-            of those whose copies could not be updated, why; they have loaded nothing.
+            of those whose copies could not be, why.
         """
         members = [member for member in self.remote if member.name in names]
+        arguments = {"folder": str(folder), "new_id": new_id}
         answers = await self._all(
-            "transfer", lambda m: m.engine.command("load_written", self._timeout_s, folder=str(folder)), members
+            "transfer", lambda m: m.engine.command("update_mirror", self._timeout_s, **arguments), members
         )
-        return {m.name: answer["refusal"] for m, answer in zip(members, answers, strict=True) if answer["refusal"]}
+        refusals = {m.name: answer["refusal"] for m, answer in zip(members, answers, strict=True)}
+        return {name: refusal for name, refusal in refusals.items() if refusal is not None}
+
+    async def load_mirrors(self, new_id: str, names: Collection[str]) -> None:
+        """Let remote engines of these names load their copies."""
+        members = [member for member in self.remote if member.name in names]
+        await self._all("transfer", lambda m: m.engine.command("load_mirror", self._timeout_s, new_id=new_id), members)
 
     # ------------------------------------------------------------ LoRA
 

@@ -31,6 +31,7 @@ class LoRARoad:
     """
 
     method = "lora"
+    second = None
 
     def __init__(
         self, layout: Layout, source: LoRASource, bucket_bytes: int, folder: Path | None, written: list[Path]

@@ -18,7 +18,7 @@ from sglrollout.weights.control import Ranks, machine
 from sglrollout.weights.leader import EngineFacts, Leader
 from sglrollout.weights.lora_source import LoRASource
 from sglrollout.weights.phases import Phases, together
-from sglrollout.weights.remote import Disk, Remote, make_road
+from sglrollout.weights.remote import Disk, LastKept, Remote, make_road
 from sglrollout.weights.sources import Weight, WeightSource
 from sglrollout.weights.worker import Worker
 from sglrollout.wire.link import Listener
@@ -137,6 +137,7 @@ class Planner:
         self._lora = source if isinstance(source, LoRASource) else None
         self._written: list[Path] = []
         """Folders of weights on a shared disk, of this plan and those before."""
+        self._last_kept = LastKept()
 
     async def make(self, leader: Leader | None, engines: list[EngineFacts]) -> Plan:
         """Find out where every weight goes and how, and attach the engines.
@@ -314,8 +315,8 @@ class Planner:
             methods.append(remote.method)
         elif any(fact.has_remote_engines for fact in facts):
             serves = facts[self._ranks.rank].has_remote_engines
-            bucket_bytes, timeout_s = options.bucket_bytes, options.timeout_s
-            remote = make_road(options.remote, serves, layout, self._source, bucket_bytes, timeout_s, self._written)
+            given = (options.bucket_bytes, options.timeout_s, self._written, self._last_kept)
+            remote = make_road(options.remote, serves, layout, self._source, *given)
             roads.append(remote)
             methods.append(remote.method)
         everywhere = [engine for fact in facts for engine in fact.engines]

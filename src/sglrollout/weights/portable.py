@@ -31,6 +31,8 @@ class PortableTransfer:
     Arguments are those of :class:`sglrollout.weights.transfer.Transfer`.
     """
 
+    second = None
+
     def __init__(self, layout: Layout, source: WeightSource, consumers: Sequence[Consumer], bucket_bytes: int) -> None:
         self._consumers = list(consumers)
         self._assembler = Assembler(layout, source, bucket_bytes, assembles=bool(consumers), packed=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from sglrollout.errors import ConfigError
 
@@ -76,6 +76,29 @@ class Disk:
             raise ConfigError("delta", self.delta, "must be True or False")
 
 
+@dataclass
+class Kept:
+    """Weights that were written, in this rank's memory.
+
+    Attributes:
+        buckets: :class:`sglrollout.weights.assembly.Assembly` on the CPU.
+        sums: of each weight, by file.
+        id: of them all.
+    """
+
+    buckets: list[Any] = field(default_factory=list)
+    sums: dict[str, dict[str, int]] = field(default_factory=dict)
+    id: str = ""
+
+
+@dataclass
+class LastKept:
+    """What a syncer with ``Disk(..., delta=True)`` has of its last sync: ``None`` during the next one, and after one
+    that failed."""
+
+    kept: Kept | None = None
+
+
 Remote: TypeAlias = Broadcast | Disk
 
 
@@ -87,18 +110,21 @@ def make_road(
     bucket_bytes: int,
     timeout_s: float,
     written: list[Path],
+    last: LastKept,
 ) -> RemoteRoad:
     """This rank's road, on the worker's thread.
 
     Args:
         serves: whether this rank has remote engines. Others take part in the gathers.
-        written: see :class:`sglrollout.weights.disk.DiskRoad`.
+        written, last: see :class:`sglrollout.weights.delta_road.DeltaRoad`.
     """
     from sglrollout.weights.broadcast import BroadcastRoad
     from sglrollout.weights.delta_road import DeltaRoad
     from sglrollout.weights.disk import DiskRoad
 
     if isinstance(remote, Disk):
-        road = DeltaRoad if remote.delta else DiskRoad
-        return road(layout, source, bucket_bytes, Path(remote.folder) if serves else None, written)
+        folder = Path(remote.folder) if serves else None
+        if remote.delta:
+            return DeltaRoad(layout, source, bucket_bytes, folder, written, last)
+        return DiskRoad(layout, source, bucket_bytes, folder, written)
     return BroadcastRoad(layout, source, bucket_bytes, remote if serves else None, timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, Protocol
 
 from sglrollout.weights.leader import Leader
@@ -20,6 +21,11 @@ class Road(Protocol):
     @property
     def num_written(self) -> int:
         """Bytes that this rank wrote to a disk in the last sync."""
+        ...
+
+    @property
+    def second(self) -> SecondRoad | None:
+        """That all ranks take after this one, if one of them needs to. All have one, or none has."""
         ...
 
     def begin(self) -> None:
@@ -40,6 +46,15 @@ class Road(Protocol):
 
     def close(self) -> None:
         """Give back what it holds, on the worker's thread."""
+
+
+class SecondRoad(Road, Protocol):
+    """A road for what another one could not bring."""
+
+    @property
+    def needed(self) -> bool:
+        """By engines of this rank."""
+        ...
 
 
 class RemoteRoad(Road, Protocol):
@@ -98,9 +113,19 @@ async def travel(
         load_s += max(times[1] for _, times in answers)
         made = [told for told, _ in answers]
 
+    second = road.second
+    if second is not None and any(await phases.run("transfer", partial(_is_needed, second))):
+        again = await travel(second, leader, phases, worker, timeout_s)
+        gather_s += max(part["gather_s"] for part in again)
+        load_s += max(part["load_s"] for part in again)
+
     async def end() -> dict[str, float]:
         if leader is not None:
             await road.close_for(leader)
         return {"gather_s": gather_s, "load_s": load_s, "transfer_s": time.perf_counter() - begun}
 
     return await phases.run("transfer", end)
+
+
+async def _is_needed(road: SecondRoad) -> bool:
+    return road.needed

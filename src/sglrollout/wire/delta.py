@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from sglrollout.checksum import checksum
+import xxhash
 
 MANIFEST = "sglrollout.json"
 _GAPS, _BITS, _WHOLE = ":gaps", ":bits", ":whole"
 _MOST_GAP = 65535
 _GAP_BYTES = 2
-_CHUNK_ELEMENTS = 1 << 26
-"""Compared at once: torch finds the places of at most 2 to the 31 elements on a GPU, and a mask takes memory."""
+_CHUNK_ELEMENTS = 1 << 22
+"""Compared at once: the places of so many that differ take some hundred megabytes."""
 
 
 class DeltaError(Exception):
@@ -38,13 +37,14 @@ class Manifest(msgspec.Struct, frozen=True):
     Attributes:
         id: of these weights.
         base: of those that they are changes of; empty where they are whole.
-        sums: of each weight, once it is as it should be, by file: see :func:`sglrollout.checksum.checksum`. A folder of
-            changes has those that changed.
+        sums: of every weight as it should be, by file: see :func:`checksum`.
+        changed: the files that the folder has.
     """
 
     id: str
     base: str
     sums: dict[str, dict[str, int]]
+    changed: list[str]
 
     def write(self, folder: Path) -> Path:
         path = folder / MANIFEST
@@ -64,10 +64,16 @@ class Manifest(msgspec.Struct, frozen=True):
             raise DeltaError(f"{path} cannot be read: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise DeltaError(f"{path} is damaged: {error}") from error
-        outside = next((name for name in manifest.sums if name in ("", "..") or Path(name).name != name), None)
+        names = [*manifest.sums, *manifest.changed, manifest.id]
+        outside = next((name for name in names if name in ("", "..") or Path(name).name != name), None)
         if outside is not None:
             raise DeltaError(f"{path} names {outside!r}, which is not a file of that folder")
         return manifest
+
+
+def checksum(elements: Any) -> int:
+    """Of the bytes of a contiguous numpy array (XXH3, 64 bits)."""
+    return xxhash.xxh3_64_intdigest(memoryview(elements).cast("B")) if elements.size else 0
 
 
 def bits(tensor: Any) -> Any:
@@ -84,41 +90,41 @@ def update(name: str, old: Any, new: Any) -> dict[str, Any]:
     Args:
         name: of the weight.
         old: its bits, on the CPU.
-        new: its bits, on any device.
+        new: its bits, on any device, where some hundred megabytes more are needed, of however large a weight.
 
     Returns:
-        CPU tensors by name; none where nothing changed.
+        CPU tensors by name, no larger than the weight; none where nothing changed.
     """
     import torch
 
-    places = _places(old, new)
-    if not places.numel():
-        return {}
-    num_bytes = places.numel() * (_GAP_BYTES + new.element_size())
-    if num_bytes >= new.numel() * new.element_size():
-        old.copy_(new)
-        return {name + _WHOLE: old}
-    gaps = places.diff(prepend=places.new_zeros(1)).to(torch.int16).view(torch.uint16).cpu()  # it wraps, and back
-    changed = new[places].cpu()
-    old[places.cpu()] = changed
-    return {name + _GAPS: gaps, name + _BITS: changed}
-
-
-def _places(old: Any, new: Any) -> Any:
-    """The elements that differ, in order, and between them others, so that no two neighbours are too far apart."""
-    import torch
-
-    found = []
+    gaps: list[Any] = []
+    changed: list[Any] = []
+    last = num_bytes = 0
     for start in range(0, new.numel(), _CHUNK_ELEMENTS):
         part = new[start : start + _CHUNK_ELEMENTS]
-        before = old[start : start + _CHUNK_ELEMENTS].to(part.device)
-        found.append((before != part).nonzero().squeeze(1) + start)
-    if not found:
-        return torch.zeros(0, dtype=torch.int64)
-    places = torch.cat(found)
+        differs = old[start : start + _CHUNK_ELEMENTS].to(part.device) != part
+        num_bytes += int(differs.sum()) * (_GAP_BYTES + new.element_size())
+        if num_bytes >= new.nbytes:  # before anything is made of that many
+            old.copy_(new)
+            return {name + _WHOLE: old}
+        places = _spread(differs.nonzero().squeeze(1) + start, last)
+        if places.numel():
+            gaps.append(places.diff(prepend=places.new_tensor([last])).to(torch.int16).cpu())  # it wraps, and back
+            changed.append(new[places].cpu())
+            old[places.cpu()] = changed[-1]
+            last = int(places[-1])
+    if not gaps:
+        return {}
+    return {name + _GAPS: torch.cat(gaps).view(torch.uint16), name + _BITS: torch.cat(changed)}
+
+
+def _spread(places: Any, last: int) -> Any:
+    """These places, and between them and ``last`` others, so that no two neighbours are too far apart."""
+    import torch
+
     if not places.numel():
         return places
-    previous = torch.cat([places.new_zeros(1), places[:-1]])
+    previous = torch.cat([places.new_tensor([last]), places[:-1]])
     counts = ((places - previous - 1).clamp(min=0) // _MOST_GAP) + 1  # those between, and the place itself
     ends = counts.cumsum(0)
     within = torch.arange(int(ends[-1]), device=places.device) - (ends - counts).repeat_interleave(counts)
@@ -197,8 +203,6 @@ class File:
         Raises:
             DeltaError: a weight is not as it should be.
         """
-        import torch
-
         for name, expected in sums.items():
-            if checksum(torch.from_numpy(self.bits(name))) != expected:
+            if checksum(self.bits(name)) != expected:
                 raise DeltaError(f"{name} is not bit for bit what the trainer has")
