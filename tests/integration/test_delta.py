@@ -82,21 +82,21 @@ async def test_servers_get_all_weights_once_and_then_what_changed(
 ) -> None:
     model = trained(tiny_model, 1)
     async with syncer_of(pool, model, tmp_path) as syncer:
-        first = await syncer.sync()
+        first = await syncer.sync("abort")
         assert (first.method, first.num_engines) == ("fast+delta", 3)
         assert await answers_like(pool, model)
 
         step(model, 50)
-        few = await syncer.sync()
+        few = await syncer.sync("abort")
         assert 0 < few.written_bytes < first.written_bytes / 20
         assert await answers_like(pool, model)
 
-        none = await syncer.sync()
+        none = await syncer.sync("abort")
         assert none.written_bytes == 0
         assert await answers_like(pool, model)
 
         step(model, 1)
-        everything = await syncer.sync()
+        everything = await syncer.sync("abort")
         assert everything.written_bytes == first.written_bytes
         assert await answers_like(pool, model)
         assert (await syncer.verify()).num_remote == 2
@@ -121,16 +121,16 @@ async def test_a_copy_that_was_damaged_is_made_anew_within_the_sync(
 ) -> None:
     model = trained(tiny_model, 2)
     async with syncer_of(pool, model, tmp_path) as syncer:
-        first = await syncer.sync()
+        first = await syncer.sync("abort")
         file = next((await mirrored(servers[1])).glob("*.safetensors"))
         weights = File(file)
         weights.bits(weights.names[0])[1] ^= 1
         step(model, 50)
-        mended = await syncer.sync()
+        mended = await syncer.sync("abort")
         assert mended.written_bytes > first.written_bytes  # changes, and all for the other one
         assert await answers_like(pool, model)
         step(model, 50)
-        assert (await syncer.sync()).written_bytes < first.written_bytes / 20
+        assert (await syncer.sync("abort")).written_bytes < first.written_bytes / 20
         assert await answers_like(pool, model)
 
 
@@ -142,12 +142,12 @@ async def test_a_server_that_another_trainer_has_given_weights_to_gets_all_of_th
     for folder in folders:
         folder.mkdir()
     async with syncer_of(pool, model, folders[0]) as syncer:
-        whole = (await syncer.sync()).written_bytes
+        whole = (await syncer.sync("abort")).written_bytes
         async with syncer_of(pool, other, folders[1]) as theirs:
-            assert (await theirs.sync()).written_bytes == whole
+            assert (await theirs.sync("abort")).written_bytes == whole
             assert await answers_like(pool, other)
         step(model, 50)
-        assert (await syncer.sync()).written_bytes == whole
+        assert (await syncer.sync("abort")).written_bytes == whole
         assert await answers_like(pool, model)
 
 
@@ -162,7 +162,7 @@ async def test_a_server_that_came_back_gets_all_weights_and_leaves_no_copy_behin
             sr.AsyncRolloutEngine(tiny_model, num_engines=0, remote=remote, **options) as pool,
             syncer_of(pool, model, tmp_path) as syncer,
         ):
-            whole = (await syncer.sync()).written_bytes
+            whole = (await syncer.sync("abort")).written_bytes
             copy = await mirrored(server)
             await server.close()
             assert not copy.exists()
@@ -171,5 +171,5 @@ async def test_a_server_that_came_back_gets_all_weights_and_leaves_no_copy_behin
             async with sr.launch_server(tiny_model, port=port, api_key=server.api_key, **OPTIONS):
                 await until(lambda: pool.engines[0].state == "stale", 120.0)
                 step(model, 50)
-                assert (await syncer.sync()).written_bytes == whole
+                assert (await syncer.sync("abort")).written_bytes == whole
                 assert await answers_like(pool, model)

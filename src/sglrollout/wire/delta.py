@@ -103,7 +103,7 @@ def update(name: str, old: Any, new: Any) -> dict[str, Any]:
     for start in range(0, new.numel(), _CHUNK_ELEMENTS):
         part = new[start : start + _CHUNK_ELEMENTS]
         differs = old[start : start + _CHUNK_ELEMENTS].to(part.device) != part
-        num_bytes += int(differs.sum()) * (_GAP_BYTES + new.element_size())
+        num_bytes += int(differs.count_nonzero()) * (_GAP_BYTES + new.element_size())
         if num_bytes >= new.nbytes:  # before anything is made of that many
             old.copy_(new)
             return {name + _WHOLE: old}
