@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import anyio.to_thread
 import msgspec
@@ -18,12 +18,9 @@ from sglrollout.engine.mirror import Mirror
 from sglrollout.errors import EngineRequestError
 from sglrollout.testing import ScriptedEngine
 from sglrollout.wire.delta import DeltaError
-from sglrollout.wire.messages import EngineInfo
+from sglrollout.wire.messages import EngineInfo, RemoteCommandName
 
-REMOTE = (
-    *("init_group", "destroy_group", "receive_weights", "begin_update", "end_update", "load_from_disk"),
-    *("mirrors", "update_mirror", "load_mirror"),
-)
+REMOTE = get_args(RemoteCommandName)
 
 
 class RemoteEngine(ScriptedEngine):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import sglrollout
 from sglrollout.engine.host import EngineHost
+from sglrollout.engine.remote_commands import Commands
 from sglrollout.errors import ChannelError
 from sglrollout.wire import channel as channel_module
 from sglrollout.wire.channel import Channel, client_channel, host_channel
@@ -32,6 +33,7 @@ from sglrollout.wire.messages import (
     Hello,
     Output,
     Outputs,
+    RemoteCommandName,
     Reply,
     SentByHost,
     Stop,
@@ -372,4 +374,6 @@ def test_every_command_has_its_name_on_the_wire_and_a_method_in_the_host() -> No
     sources = [path.read_text(encoding="utf-8") for path in Path(sglrollout.__file__).parent.rglob("*.py")]
     called = {name for source in sources for name in re.findall(r"\.command\(\s*\"(\w+)\"", source)}
     assert "export_weights" in called
-    assert called <= names
+    remote = set(get_args(RemoteCommandName))
+    assert remote <= {name.removeprefix("_on_") for name in vars(Commands)}
+    assert called <= names | remote

@@ -85,9 +85,17 @@ CommandName: TypeAlias = Literal[
 
 
 RemoteCommandName: TypeAlias = Literal[
-    "init_group", "destroy_group", "receive_weights", "begin_update", "end_update", "load_from_disk"
+    "init_group",
+    "destroy_group",
+    "receive_weights",
+    "begin_update",
+    "end_update",
+    "load_from_disk",
+    "mirrors",
+    "update_mirror",
+    "load_mirror",
 ]
-"""What a remote engine can do besides: it gets weights by NCCL, or from a disk that it shares."""
+"""What a remote engine can do besides: it gets weights by NCCL, or from a disk that it shares, all or what changed."""
 
 HOST_ALONE: CommandName = "parse_tool_calls"
 """The command that a host carries out without SGLang's processes: what it takes says nothing of them."""
