@@ -320,6 +320,13 @@ class RealServer:
                     await anyio.sleep(0.2)
         raise AssertionError(self.log.read_text()[-4000:])
 
+    async def num_running(self, key: str = "") -> int:
+        """Requests that it works on, or has in its queue."""
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
+            (load,) = (await client.get(f"{self.url}/v1/loads")).json()["loads"]
+            return int(load["num_running_reqs"] + load["num_waiting_reqs"])
+
     def signal(self, number: signal.Signals) -> None:
         """To all its processes."""
         with contextlib.suppress(ProcessLookupError):

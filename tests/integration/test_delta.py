@@ -40,11 +40,11 @@ async def servers(tiny_model: Path, authority: Path) -> AsyncIterator[list[sr.SG
     secure: dict[str, Any] = {"engine_args": {"ssl_certfile": own, "ssl_keyfile": own}}
     async with AsyncExitStack() as stack:
         servers = [sr.launch_server(tiny_model, **{**OPTIONS, **more}) for more in ({}, secure)]
+        for server in servers:
+            stack.push_async_callback(server.close)
         async with anyio.create_task_group() as starts:
             for server in servers:
                 starts.start_soon(server.start)
-        for server in servers:
-            stack.push_async_exit(server)
         yield servers
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import pytest
 
 import sglrollout as sr
@@ -47,13 +46,6 @@ async def pool(tiny_model: Path, servers: list[RealServer]) -> AsyncIterator[sr.
 def engine_of(pool: sr.AsyncRolloutEngine, index: int) -> Any:
     assert pool._pool is not None
     return pool._pool.members[index].engine
-
-
-async def num_running(server: RealServer) -> int:
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
-        (load,) = (await client.get(f"{server.url}/v1/loads")).json()["loads"]
-        return int(load["num_running_reqs"] + load["num_waiting_reqs"])
 
 
 async def by_engine(pool: sr.AsyncRolloutEngine, sampling: sr.Sampling = GREEDY) -> dict[str, sr.Completion]:
@@ -109,14 +101,14 @@ async def test_a_cancelled_sample_frees_the_servers_slot(
 
     tasks = [asyncio.ensure_future(ask()) for _ in range(6)]
     with anyio.fail_after(20):
-        while not (await num_running(servers[0]) and await num_running(servers[1])):
+        while not (await servers[0].num_running(KEY) and await servers[1].num_running(KEY)):
             await anyio.sleep(0.02)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
     assert not any(status.num_inflight for status in pool.engines)
     with anyio.fail_after(3):  # SGLang by itself looks for clients that are gone every 4 s
-        while await num_running(servers[0]) + await num_running(servers[1]):
+        while await servers[0].num_running(KEY) + await servers[1].num_running(KEY):
             await anyio.sleep(0.05)
 
 
@@ -205,7 +197,7 @@ async def test_a_server_that_is_stopped_under_load_loses_no_token_and_serves_aga
     servers[1].signal(signal.SIGCONT)
     await until(lambda: pool.engines[2].state == "ready")
     with anyio.fail_after(10):  # what it ran of its former life is dropped
-        while await num_running(servers[1]):
+        while await servers[1].num_running(KEY):
             await anyio.sleep(0.05)
     assert "remote-1" in await by_engine(pool)
 

@@ -110,9 +110,7 @@ async def test_a_sample_that_is_cancelled_frees_its_workers_slot(
     rollout: sr.AsyncRolloutEngine, servers: list[RealServer]
 ) -> None:
     async def num_running() -> int:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            loads = [(await client.get(f"{server.url}/v1/loads")).json()["loads"][0] for server in servers]
-        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+        return sum([await server.num_running() for server in servers])
 
     endless = GREEDY.replace(max_new_tokens=1900)
     tasks = [asyncio.ensure_future(rollout.generate([prompt], sampling=endless)) for prompt in PROMPTS]

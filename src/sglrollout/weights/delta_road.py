@@ -8,10 +8,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import anyio.to_thread
-
 from sglrollout.errors import WeightSyncError
-from sglrollout.weights.assembly import Assembler, Assembly
+from sglrollout.weights.assembly import Assembly
+from sglrollout.weights.disk import DiskRoad
 from sglrollout.weights.folders import FolderWriter, file_name
 from sglrollout.weights.leader import Leader
 from sglrollout.weights.remote import Kept, LastKept
@@ -22,14 +21,11 @@ from sglrollout.wire.delta import Manifest, bits, checksum, update
 _log = logging.getLogger("sglrollout.weights")
 
 
-class DeltaRoad:
-    """See :class:`sglrollout.weights.roads.Road`. Writes what differs from the weights of the last sync, or all where
-    no engine has those.
+class DeltaRoad(DiskRoad):
+    """Writes what differs from the weights of the last sync, or all where no engine has those.
 
     Args:
-        folder: where folders of weights are written; ``None`` on a rank without remote engines.
-        written: those that this syncer has written and not removed, the latest last; it outlives this road.
-        last: the weights of the last sync; it outlives this road, too.
+        last: the weights of the last sync; it outlives this road, as ``written`` does.
     """
 
     method = "delta"
@@ -43,36 +39,21 @@ class DeltaRoad:
         written: list[Path],
         last: LastKept,
     ) -> None:
-        self._writer = FolderWriter(folder, written) if folder is not None else None
-        self._assembler = Assembler(layout, source, bucket_bytes, assembles=folder is not None, packed=True)
+        super().__init__(layout, source, bucket_bytes, folder, written)
         self._last = last
         self._kept, self._base = Kept(), ""
         """The weights of this sync, as they come, and the id of those that they are written as changes of."""
         self._changed: list[str] = []
         self._takers: set[str] = set()
         """Engines that take what is written."""
-        self.second = MendingRoad(self._writer, self.num_buckets)
-
-    @property
-    def num_buckets(self) -> int:
-        return self._assembler.num_buckets
-
-    @property
-    def num_written(self) -> int:
-        return self._writer.num_written if self._writer is not None else 0
+        self.second: MendingRoad = MendingRoad(self._writer, self.num_buckets)
 
     async def connect(self, leader: Leader) -> None:
         await leader.mirrors("plan")
 
-    async def prove(self, leader: Leader) -> None:
-        """Nothing: an engine that was started anew since says so when it is asked what it has."""
-
     def begin(self) -> None:
-        self._assembler.begin()
+        super().begin()
         self.second.lacking.clear()
-        if self._writer is not None:
-            self._writer.begin()
-            self._writer.num_written = 0
 
     async def open(self, leader: Leader) -> None:
         if self._writer is None:
@@ -132,15 +113,6 @@ class DeltaRoad:
         for name, reason in refusals.items():
             _log.warning("%s gets all weights, for it could not take what has changed: %s", name, reason)
         self.second.lacking |= set(refusals)
-
-    async def close_for(self, leader: Leader) -> None:
-        if self._writer is not None:
-            await anyio.to_thread.run_sync(self._writer.remove_outdated)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.discard()
-        self._assembler.close()
 
 
 class MendingRoad:

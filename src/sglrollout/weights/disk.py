@@ -10,6 +10,7 @@ import anyio.to_thread
 from sglrollout.weights.assembly import Assembler
 from sglrollout.weights.folders import FolderWriter, file_name
 from sglrollout.weights.leader import Leader
+from sglrollout.weights.roads import SecondRoad
 from sglrollout.weights.sources import WeightSource
 from sglrollout.weights.transfer import Clock, Layout
 
@@ -23,7 +24,7 @@ class DiskRoad:
     """
 
     method = "disk"
-    second = None
+    second: SecondRoad | None = None
 
     def __init__(
         self, layout: Layout, source: WeightSource, bucket_bytes: int, folder: Path | None, written: list[Path]
@@ -43,7 +44,7 @@ class DiskRoad:
         """Nothing: engines know the disk."""
 
     async def prove(self, leader: Leader) -> None:
-        """Nothing: whether an engine sees the folder shows when it is to read it."""
+        """Nothing: whether an engine sees the folder, or was started anew, shows when it is to read it."""
 
     def begin(self) -> None:
         self._assembler.begin()
