@@ -21,6 +21,8 @@ from _shapes import SHAPES, write_model
 from weight_sync import cpu_support, make_model, measure_sync, rollout_options, rows_of, say, show, timed
 
 BUCKET_MB = (128, 512, 1024)
+_MODE = "abort"
+"""Nothing runs here; and servers of SGLang 0.5.17 to 0.5.20 do not retract."""
 
 
 def run_floor(args: argparse.Namespace, model_dir: str) -> None:
@@ -63,12 +65,15 @@ async def run_sync(args: argparse.Namespace, model_dir: str) -> None:
         config = {"engine_args": {"skip_tokenizer_init": True}, "progress": False}
         async with sr.AsyncRolloutEngine(model_dir, num_engines=0, remote=remote, **config) as rollout:
             source = sr.ModuleSource(make_model(args, model_dir))
-            for megabytes in args.bucket_mb:
+            for megabytes in args.bucket_mb if "broadcast" in args.roads else ():
                 row = f"sglrollout, broadcast, buckets of {megabytes} MB"
-                await measure_sync(args, row, rollout, source, bucket_bytes=megabytes << 20)
+                await measure_sync(args, row, rollout, source, _MODE, bucket_bytes=megabytes << 20)
+            if "files" not in args.roads:
+                return
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                 row = f"sglrollout, files in {args.folder}"
-                await measure_sync(args, row, rollout, source, bucket_bytes=1 << 30, remote=sr.Disk(folder))
+                given = {"bucket_bytes": 1 << 30, "remote": sr.Disk(folder)}
+                await measure_sync(args, row, rollout, source, _MODE, **given)
 
 
 def main() -> None:
@@ -77,6 +82,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-1.5b")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--bucket-mb", type=int, nargs="+", default=list(BUCKET_MB), metavar="MB")
+    parser.add_argument("--roads", nargs="+", choices=["broadcast", "files"], default=["broadcast", "files"])
     parser.add_argument("--folder", default="/dev/shm", help="for files; the default is memory, not a disk")
     parser.add_argument("--trainer-dtype", default="bfloat16")
     parser.add_argument("--verify", action="store_true", help="also let the server answer after each row")

@@ -223,20 +223,22 @@ async def run_sglrollout(args: argparse.Namespace, model_dir: str) -> None:
                 await measure_sleep(args, rollout, syncer)
 
 
-async def measure_sync(args: argparse.Namespace, row: str, rollout: Any, source: Any, **given: Any) -> None:
+async def measure_sync(
+    args: argparse.Namespace, row: str, rollout: Any, source: Any, mode: Any = "retract", **given: Any
+) -> None:
     import torch.distributed as dist
 
     import sglrollout as sr
 
     before = used_bytes(args)
     async with sr.WeightSyncer(rollout, source, **given) as syncer:
-        first = await syncer.sync()
+        first = await syncer.sync(mode)
         extra = used_bytes(args) - before
         reports, seconds = [], []
         for _ in range(_WARMUPS + args.repeats):
             synchronize(args)
             begun = time.perf_counter()
-            reports.append(await syncer.sync())
+            reports.append(await syncer.sync(mode))
             seconds.append(time.perf_counter() - begun)
         if args.verify:
             await syncer.verify()

@@ -234,6 +234,14 @@ async def test_a_broadcast_that_does_not_come_through_is_found_before_any_weight
         assert engine.num_groups == 2  # nobody trusts the first one any more
 
 
+async def test_nccl_that_cannot_share_memory_between_the_two_says_which_variable_to_set() -> None:
+    why = "NCCL error in: NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2.28.9"
+    async with bench(RemoteEngine("remote-0", fail=trial(why))) as b:
+        with anyio.fail_after(15), pytest.raises(sr.WeightSyncError, match=r"NCCL error in.*NCCL_CUMEM_ENABLE=0"):
+            await b.syncer.sync()
+        assert b.states == ["ready"]
+
+
 class Particular(RemoteEngine):
     """Its model's loader fails at names that it does not know, once the tensor has come."""
 

@@ -231,8 +231,19 @@ def test_nccl_may_use_the_users_interface_where_a_trainer_may_be_elsewhere() -> 
     assert reached["GLOO_SOCKET_IFNAME"] == "lo"
 
 
+@pytest.mark.parametrize(("host", "nnodes"), [("127.0.0.1", 1), ("10.0.0.1", 1), ("10.0.0.1", 2)])
+def test_nccl_shares_memory_in_its_own_way_unless_the_user_says_how(
+    host: str, nnodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    assert start_environment("/tmp/x", host, nnodes)["NCCL_CUMEM_ENABLE"] == "-2"  # where SGLang would set 0
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    assert "NCCL_CUMEM_ENABLE" not in start_environment("/tmp/x", host, nnodes)
+
+
 def test_machines_of_one_server_are_told_the_address_at_which_they_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLANG_HOST_IP", raising=False)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     assert start_environment("/tmp/x", "10.0.0.1", 2) == {"SGLANG_HOST_IP": "10.0.0.1"}
     assert start_environment("/tmp/x", "0.0.0.0", 2) == {}
     monkeypatch.setenv("SGLANG_HOST_IP", "10.0.0.9")

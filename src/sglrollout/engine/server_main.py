@@ -25,6 +25,8 @@ from sglrollout.engine.processes import end_group
 from sglrollout.engine.scheduler_main import change_environment, keep_out_of_logs, run_served_scheduler
 from sglrollout.engine.scratch import mark_ready
 
+_CUMEM = "NCCL_CUMEM_ENABLE"
+_AS_NCCL_LIKES = "-2"
 _END_S = 3.0
 _SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
@@ -55,11 +57,15 @@ def start_environment(scratch_dir: str, host: str, nnodes: int) -> dict[str, str
 
     For a trainer on another machine joins them later, to send weights, over the interface that the user names. NCCL
     reads that once in a process: it is confined to this machine only where the trainer must be on it.
+
+    Two processes on one machine must agree on how NCCL shares memory, and SGLang would choose another way than what
+    NCCL, and so the trainer, does by itself.
     """
+    cumem = {} if _CUMEM in os.environ else {_CUMEM: _AS_NCCL_LIKES}
     if nnodes > 1:  # else SGLang guesses at which of its addresses the other machines reach this one
         known = is_loopback(host) or host in WILDCARDS or "SGLANG_HOST_IP" in os.environ
-        return {} if known else {"SGLANG_HOST_IP": host}
-    variables = within_the_engine(scratch_dir)
+        return cumem if known else {"SGLANG_HOST_IP": host, **cumem}
+    variables = within_the_engine(scratch_dir) | cumem
     if not is_loopback(host):
         del variables["NCCL_SOCKET_IFNAME"]
     return variables

@@ -20,6 +20,11 @@ from sglrollout.weights.worker import Worker
 
 _TRIAL = "sglrollout.trial"
 """The name of a tensor that no model has. SGLang ignores those, or refuses them once they have come."""
+_CUDA_FAILED = "unhandled cuda error"
+_CUMEM_HINT = (
+    "on one machine trainer and servers must have the same NCCL_CUMEM_ENABLE, which `sglang.launch_server` sets to 0: "
+    "start this script with NCCL_CUMEM_ENABLE=0, or the server by `sglrollout serve`"
+)
 
 
 class BroadcastRoad:
@@ -90,9 +95,11 @@ class BroadcastRoad:
         try:
             await leader.begin_update()
             await self._send(leader, trial, [_TRIAL], ["float32"], [[1]], refusable=True)
-        except BaseException:
+        except BaseException as error:
             self._leave()  # an engine that waits in it could not end its update
             await leader.give_up_update()
+            if isinstance(error, WeightSyncError) and _CUDA_FAILED in error.reason:
+                raise WeightSyncError(error.phase, f"{error.reason} ({_CUMEM_HINT})", engine=error.engine) from error
             raise
         await leader.end_update()
         self._is_proven = True
