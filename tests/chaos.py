@@ -1,8 +1,8 @@
 """Faults on real engines under load, by a seeded schedule: ``nox -s chaos -- --minutes 5 --seed 1``.
 
 While clients call the pool in every way there is, engines are killed, stopped, cut off and talked nonsense to, and
-weights are synced. It ends with 1 if a call was lost, a whole answer is not that of a quiet pool, an engine did not
-come back, or anything is left over.
+weights are synced. With ``--servers 1`` some are SGLang's servers. It ends with 1 if a call was lost, a whole answer is
+not that of a quiet pool, an engine did not come back, or anything is left over.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ import anyio
 from safetensors.torch import load_file
 
 import sglrollout as sr
-from tests.load import Load, Resources, run_alone, settled
+from tests.load import Load, Resources, open_torchs_pipe, run_alone, settled
+from tests.remote import RealServer, Relay, real_servers
 
 HEAL_S = 240.0
+DEAD_AFTER_S = 6.0
 
 
 class Chaos:
@@ -33,10 +35,19 @@ class Chaos:
 
     Args:
         weights: those that the engines started with, so that a sync changes nothing but their version.
+        servers: of the remote engines, in their order, each behind its relay.
     """
 
-    def __init__(self, rollout: sr.AsyncRolloutEngine, weights: dict[str, Any], seed: int) -> None:
+    def __init__(
+        self,
+        rollout: sr.AsyncRolloutEngine,
+        weights: dict[str, Any],
+        seed: int,
+        servers: list[RealServer],
+        relays: list[Relay],
+    ) -> None:
         self._rollout, self._rng = rollout, random.Random(seed)
+        self._servers, self._relays = servers, relays
         self._syncer = sr.WeightSyncer(rollout, sr.TensorSource(weights))
         self._begun_s = time.monotonic()
         self.num_faults = 0
@@ -53,6 +64,9 @@ class Chaos:
             *(self.stop_a_host_for_a_while, self.talk_nonsense, self.cut_a_channel),
             *(self.sync, self.sync, self.sync, self.sync_wrong_weights),
         ]
+        if self._servers:
+            faults += [self.kill_a_server, self.kill_a_server_in_a_sync]
+            faults += [self.stop_a_server_for_a_while, self.stop_a_server_until_it_counts_as_dead, self.cut_a_server]
         self._rng.shuffle(faults)
         deadline = time.monotonic() + seconds
         async with self._syncer:
@@ -81,8 +95,9 @@ class Chaos:
     # ------------------------------------------------------------ faults
 
     def _one(self) -> sr.EngineStatus | None:
-        """An engine that is up."""
-        up = [engine for engine in self._rollout.engines if engine.state in ("ready", "held", "stale") and engine.info]
+        """An engine of this machine that is up."""
+        local = [engine for engine in self._rollout.engines if engine.name.startswith("engine-")]
+        up = [engine for engine in local if engine.state in ("ready", "held", "stale") and engine.info]
         return self._rng.choice(up) if up else None
 
     def _signal(self, what: str, number: signal.Signals, scheduler: bool) -> int:
@@ -134,6 +149,38 @@ class Chaos:
         (member,) = (member for member in self._rollout._pool.members if member.name == engine.name)
         return member.engine._channel  # type: ignore[attr-defined]
 
+    async def kill_a_server(self) -> None:
+        """Another one is started in its place, at its address and with the weights that it had at first."""
+        i = self._rng.randrange(len(self._servers))
+        self._say(f"kill the server of remote-{i}")
+        self._servers[i].kill()
+        self._servers[i] = self._servers[i].again()
+
+    async def kill_a_server_in_a_sync(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.sync)
+            await anyio.sleep(self._rng.uniform(0, 0.3))
+            await self.kill_a_server()
+
+    async def stop_a_server_for_a_while(self) -> None:
+        await self._stop_a_server(self._rng.uniform(0.2, 2))
+
+    async def stop_a_server_until_it_counts_as_dead(self) -> None:
+        await self._stop_a_server(DEAD_AFTER_S + self._rng.uniform(1, 4))
+
+    async def _stop_a_server(self, seconds: float) -> None:
+        i = self._rng.randrange(len(self._servers))
+        self._say(f"stop for {seconds:.1f} s the server of remote-{i}")
+        self._servers[i].signal(signal.SIGSTOP)
+        await anyio.sleep(seconds)
+        self._servers[i].signal(signal.SIGCONT)
+
+    async def cut_a_server(self) -> None:
+        """All connections to it are reset."""
+        i = self._rng.randrange(len(self._servers))
+        self._say(f"cut the connections to remote-{i}")
+        self._relays[i].cut()
+
     async def sync(self, mode: Any = None) -> None:
         mode = mode or self._rng.choice(("retract", "in_place", "abort"))
         try:
@@ -143,24 +190,38 @@ class Chaos:
             self._say(f"a sync ({mode}) failed: {type(error).__name__}: {str(error)[:80]}")
 
     async def sync_wrong_weights(self) -> None:
-        """Names that no engine has: refused, and engines serve on."""
+        """Names that no engine has: refused, and engines serve on. Servers alone would ignore them."""
         import torch
 
+        if not any(engine.state == "ready" and engine.name.startswith("engine-") for engine in self._rollout.engines):
+            return
         async with sr.WeightSyncer(self._rollout, sr.TensorSource({"no.such.weight": torch.zeros(2)})) as syncer:
-            with suppress(sr.RolloutError):
+            try:
                 await syncer.sync()
-        self._say("wrong weights were refused")
+                self._say("wrong weights were taken by servers, as no engine was left")
+            except sr.RolloutError as error:
+                self._say(f"wrong weights were refused: {type(error).__name__}")
 
 
-async def chaos(
-    model: Path, seed: int, seconds: float, every_s: float, num_clients: int, num_engines: int, snapshot: bool
-) -> list[str]:
+async def chaos(model: Path, options: argparse.Namespace) -> list[str]:
     """The whole of it; what was wrong, in words."""
+    open_torchs_pipe()
     before = Resources()
+    with real_servers(model, model / "server", *[[]] * options.servers) as servers:
+        async with AsyncExitStack() as stack:
+            relays = [await stack.enter_async_context(Relay(server.port)) for server in servers]
+            wrong = await broken(model, options, servers, relays)
+    return wrong + [f"after the pool has ended, {more}" for more in await settled(before, 400)]
+
+
+async def broken(model: Path, options: argparse.Namespace, servers: list[RealServer], relays: list[Relay]) -> list[str]:
+    """A pool, clients and faults; what was wrong of these."""
+    seed, snapshot = options.seed, options.snapshot
     weights = load_file(model / "model.safetensors")
     async with sr.AsyncRolloutEngine(
         model,
-        num_engines=num_engines,
+        num_engines=options.engines,
+        remote=[sr.RemoteEngine(f"http://127.0.0.1:{relay.port}", dead_after_s=DEAD_AFTER_S) for relay in relays],
         device="cpu",
         dtype="float32",
         max_failovers=100,
@@ -171,12 +232,12 @@ async def chaos(
         log_level="warning",
         progress=False,
     ) as rollout:
-        load, faults = Load(rollout, seed), Chaos(rollout, weights, seed)
+        load, faults = Load(rollout, seed), Chaos(rollout, weights, seed, servers, relays)
         await load.learn()
         during = Resources()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(load.run, num_clients)
-            await faults.run(seconds, every_s)
+            tasks.start_soon(load.run, options.clients)
+            await faults.run(60 * options.minutes, options.every_s)
             load.stop()
         await load.check()
         if load.num_begun != load.num_ended:
@@ -189,7 +250,6 @@ async def chaos(
         for end, count in sorted(load.ends.items()):
             print(f"{count:8}  {end}")  # noqa: T201
         print(f"{faults.num_faults} faults, {load.num_ended} calls, {load.num_tokens} tokens compared")  # noqa: T201
-    load.wrong += [f"after the pool has ended, {more}" for more in await settled(before, 400)]
     return load.wrong
 
 
@@ -200,14 +260,11 @@ def main() -> int:
     parser.add_argument("--every-s", type=float, default=6.0, help="seconds between faults, on average")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=0, help="of SGLang, in the same pool")
     parser.add_argument("--snapshot", action="store_true", help="keep a snapshot of the weights: then no call fails")
     options = parser.parse_args()
 
-    def run(model: Path) -> Awaitable[list[str]]:
-        times = (60 * options.minutes, options.every_s)
-        return chaos(model, options.seed, *times, options.clients, options.engines, options.snapshot)
-
-    return run_alone(run)
+    return run_alone(lambda model: chaos(model, options))
 
 
 if __name__ == "__main__":

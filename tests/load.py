@@ -10,15 +10,16 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import anyio
 import psutil
+import torch.distributed as dist
 
 import sglrollout as sr
 from sglrollout import testing
 from sglrollout.types import Completion
+from tests.leftovers import mapped_shared_memory
 
 PROMPTS = [f"Prompt {i}: {'all work and no play ' * (i % 7)}" for i in range(24)]
 SAMPLING = sr.Sampling(temperature=0, max_new_tokens=48)
@@ -160,14 +161,6 @@ _shared_files: set[str] = set()
 """Of all children so far."""
 
 
-def _mapped_shared_files(pid: int) -> set[str]:
-    """The files of /dev/shm that a process uses: SGLang's load snapshots, and semaphores."""
-    with suppress(OSError):
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        return {line.split()[-1] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
-    return set()
-
-
 class Resources:
     """What this process and its children hold now."""
 
@@ -179,7 +172,7 @@ class Resources:
         # anyio keeps idle worker threads until their event loop ends.
         self.threads = sum(not thread.name.startswith("AnyIO worker") for thread in threading.enumerate())
         self.tasks = len(asyncio.all_tasks())
-        _shared_files.update(*(_mapped_shared_files(child.pid) for child in me.children(recursive=True)))
+        _shared_files.update(*(mapped_shared_memory(child.pid) for child in me.children(recursive=True)))
         temporary = [*Path(tempfile.gettempdir()).glob("sglrollout-*")]
         self.files = len(temporary) + sum(Path(path).exists() for path in _shared_files)
         self.megabytes = me.memory_info().rss / 1e6
@@ -192,6 +185,11 @@ class Resources:
         if self.megabytes > before.megabytes + megabytes:
             found.append(f"memory: {before.megabytes:.0f} MB before, {self.megabytes:.0f} MB now")
         return found
+
+
+def open_torchs_pipe() -> None:
+    """The one that a process's first store of torch opens, and no store closes."""
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 async def settled(before: Resources, megabytes: float, within_s: float = 15.0) -> list[str]:

@@ -18,8 +18,10 @@ from typing import Any, ClassVar, Self
 
 import anyio
 import httpx
+import psutil
 
 import sglrollout as sr
+from tests.leftovers import mapped_shared_memory
 
 # ------------------------------------------------------------ a scripted one
 
@@ -300,10 +302,14 @@ class RealServer:
         self.arguments, self._model, self.log = arguments, model, log
         self.logs[log] = None
         command = [sys.executable, __file__, "--model-path", str(model), "--port", str(self.port), *_CPU, *arguments]
-        path = os.pathsep.join([str(Path(sr.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        roots = [str(Path(sr.__file__).parents[1]), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         with log.open("ab") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=file, start_new_session=True, env={**os.environ, "PYTHONPATH": path}
+                command,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
             )
 
     def again(self) -> RealServer:
@@ -333,8 +339,20 @@ class RealServer:
             os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
+        """With what SGLang leaves in /dev/shm when it is killed."""
+        pids = [pid for pid in psutil.pids() if _group_of(pid) == self.process.pid]
+        shared = {path for pid in pids for path in mapped_shared_memory(pid)}
         self.signal(signal.SIGKILL)
         self.process.wait()
+        for path in shared:
+            Path(path).unlink(missing_ok=True)
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 @contextmanager
@@ -347,6 +365,55 @@ def real_servers(model: Path, log: Path, *arguments: Sequence[str]) -> Iterator[
         for server in servers:
             server.kill()
             RealServer.logs.pop(server.log, None)
+
+
+class Relay:
+    """A TCP port before a server's, whose connections can be cut as a network may cut them."""
+
+    def __init__(self, to: int) -> None:
+        self._to = to
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+        self.cut()
+        await self._server.wait_closed()
+
+    def cut(self) -> None:
+        """Reset all connections."""
+        for writer in [*self._open]:
+            writer.transport.abort()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        both = [writer]
+        self._open.add(writer)
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
+            both.append(far_writer)
+            self._open.add(far_writer)
+            ways = [asyncio.ensure_future(_pass_on(*way)) for way in ((reader, far_writer), (far_reader, writer))]
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+        except OSError:
+            pass  # nobody is there
+        finally:
+            for one in both:
+                self._open.discard(one)
+                one.transport.abort()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
 
 
 def free_port() -> int:
