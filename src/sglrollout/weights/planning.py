@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ import msgspec
 
 from sglrollout.boxes import Box
 from sglrollout.errors import ConfigError, WeightNamesError, WeightSyncError
+from sglrollout.weights.checkpoint import names_in, refuse_others
 from sglrollout.weights.control import Ranks, machine
 from sglrollout.weights.leader import EngineFacts, Leader
 from sglrollout.weights.lora_source import LoRASource
@@ -25,12 +27,14 @@ from sglrollout.wire.link import Listener
 from sglrollout.wire.messages import WeightReport, WeightSpec
 
 if TYPE_CHECKING:
+    from sglrollout.config import RolloutConfig
     from sglrollout.weights.lora_road import LoRARoad
     from sglrollout.weights.memory import Exports
     from sglrollout.weights.roads import RemoteRoad, Road
     from sglrollout.weights.transfer import Layout, Transfer
 
 Method: TypeAlias = Literal["auto", "fast", "portable"]
+_log = logging.getLogger("sglrollout.weights")
 
 
 class Options(NamedTuple):
@@ -121,7 +125,11 @@ class Plan:
 
 
 class Planner:
-    """Makes plans. Every rank has one."""
+    """Makes plans. Every rank has one.
+
+    Args:
+        config: of this rank's rollout, if it has one.
+    """
 
     def __init__(
         self,
@@ -131,9 +139,11 @@ class Planner:
         source: WeightSource,
         listener: Listener,
         options: Options,
+        config: RolloutConfig | None,
     ) -> None:
         self._ranks, self._phases, self._worker = ranks, phases, worker
         self._source, self._listener, self._options = source, listener, options
+        self._config, self._differences = config, ""
         self._lora = source if isinstance(source, LoRASource) else None
         self._written: list[Path] = []
         """Folders of weights on a shared disk, of this plan and those before."""
@@ -181,7 +191,10 @@ class Planner:
                 leader.refuse_without_lora(self._lora.adapter, self._lora.config["r"])
                 return []
             leader.pool.attached = None  # engines forget what another syncer planned
-            return await leader.describe([weight.spec for weight in weights], self._options.allow_missing)
+            specs = [weight.spec for weight in weights]
+            if leader.remote and all(engine.remote for fact in facts for engine in fact.engines):
+                await self._worker.run(lambda: self._refuse_others(specs))
+            return await leader.describe(specs, self._options.allow_missing)
 
         reports = await self._phases.run("plan", describe)
         method, why = self._choose(facts, reports)
@@ -244,6 +257,21 @@ class Planner:
             raise
         made[0].copy_bytes_per_s = max(speeds)
         return made[0]
+
+    def _refuse_others(self, weights: list[WeightSpec]) -> None:
+        """Without an engine that knows: hold names against the checkpoint, if that is on this machine.
+
+        Raises:
+            WeightNamesError: they have nothing in common.
+        """
+        assert self._config is not None  # this rank has engines
+        known = names_in(self._config.model, self._config.revision)
+        if not known:
+            return
+        differences = refuse_others(weights, known, self._config.model, self._options.allow_missing)
+        if differences not in ("", self._differences):
+            _log.warning("%s. Servers ignore names that they do not know", differences)
+        self._differences = differences
 
     def _choose(self, facts: list[Facts], reports: list[list[WeightReport]]) -> tuple[str, str]:
         """The method for engines on this machine, and why it is portable if nobody asked for that. It is empty where

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import anyio
 
+from sglrollout.config import RolloutConfig
 from sglrollout.engine.scratch import new_scratch, remove_scratch
 from sglrollout.errors import ConfigError, LifecycleError
 from sglrollout.pool.pool import SYNC, Pool
@@ -38,6 +39,8 @@ _MODES = ("abort", "retract", "in_place")
 
 class PoolOwner(Protocol):
     """What the syncer needs of a rollout."""
+
+    config: RolloutConfig
 
     async def _ready_pool(self) -> Pool: ...
 
@@ -120,7 +123,8 @@ class WeightSyncer:
         self._phases = Phases(ranks, self._worker)
         self._directory = new_scratch()
         self._listener = Listener(self._directory)
-        self._planner = Planner(ranks, self._phases, self._worker, source, self._listener, options)
+        config = rollout.config if rollout is not None else None
+        self._planner = Planner(ranks, self._phases, self._worker, source, self._listener, options, config)
         self._leader: Leader | None = None
         self._plan: Plan | None = None
         self._closed = False

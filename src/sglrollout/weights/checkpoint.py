@@ -1,0 +1,79 @@
+"""Which weights a model's checkpoint has: what servers take, which do not tell their parameters.
+
+SGLang loads any model from the names in its checkpoint, and ignores a name that it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from sglrollout.errors import WeightNamesError
+from sglrollout.wire.messages import WeightSpec
+
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_SHOWN = 5
+_log = logging.getLogger("sglrollout.weights")
+
+
+def names_in(model: str, revision: str | None) -> frozenset[str]:
+    """Names of a checkpoint's weights, from safetensors files on this machine; none where it has none there.
+
+    Args:
+        model: a folder, or an id on the Hub, of which the cache is looked at.
+    """
+    try:
+        index = _find(model, _INDEX, revision)
+        if index is not None:
+            return frozenset(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        whole = _find(model, _WHOLE, revision)
+        return _names_in_file(whole) if whole is not None else frozenset()
+    except Exception as error:  # whatever the Hub's client and the files' reader raise: then nothing is known
+        _log.debug("the names of the weights in %s cannot be read: %s", model, error)
+        return frozenset()
+
+
+def refuse_others(
+    weights: Sequence[WeightSpec], known: frozenset[str], model: str, allow_missing: Sequence[str]
+) -> str:
+    """Hold a trainer's weights against a checkpoint's.
+
+    A few differences are no error: a server may know other names as well, and not need all.
+
+    Returns:
+        them, in words; empty where there are none.
+
+    Raises:
+        WeightNamesError: not one is in the checkpoint.
+    """
+    unexpected = [weight.name for weight in weights if known.isdisjoint((weight.name, *weight.aliases))]
+    if len(unexpected) == len(weights):
+        raise WeightNamesError(unexpected=unexpected)
+    sent = {name for weight in weights for name in (weight.name, *weight.aliases)}
+    missing = [name for name in sorted(known - sent) if not any(fnmatch(name, pattern) for pattern in allow_missing)]
+    differences = [
+        f"{what} ({len(names)}): {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        for what, names in (("not in it", unexpected), ("in it and not sent", missing))
+        if names
+    ]
+    return f"the trainer's weights and those in {model} differ: {'; '.join(differences)}" if differences else ""
+
+
+def _find(model: str, name: str, revision: str | None) -> Path | None:
+    if Path(model).is_dir():
+        path = Path(model, name)
+        return path if path.exists() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, name, revision=revision)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _names_in_file(path: Path) -> frozenset[str]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return frozenset(file.keys())
