@@ -55,7 +55,7 @@ class Chaos:
 
     async def run(self, seconds: float, every_s: float) -> None:
         """One fault after another."""
-        faults: list[Callable[[], Awaitable[None]]] = [
+        faults: list[Callable[[], Awaitable[object]]] = [
             *(
                 self.kill_a_scheduler,
                 self.kill_a_host,
@@ -81,11 +81,13 @@ class Chaos:
             await self.heal()
 
     async def heal(self) -> None:
-        """All engines come back, with the weights of now."""
+        """All engines come back, and get the weights of now. One whose death is not known yet fails a sync."""
         with anyio.fail_after(HEAL_S):
-            while any(engine.state not in ("ready", "stale") for engine in self._rollout.engines):
+            synced = False
+            while not synced:
                 await anyio.sleep(0.2)
-            await self.sync("retract")
+                if all(engine.state in ("ready", "stale") for engine in self._rollout.engines):
+                    synced = await self.sync("retract")
             while any(engine.state != "ready" for engine in self._rollout.engines):
                 await anyio.sleep(0.2)
 
@@ -182,13 +184,16 @@ class Chaos:
         self._say(f"cut the connections to remote-{i}")
         self._relays[i].cut()
 
-    async def sync(self, mode: Any = None) -> None:
+    async def sync(self, mode: Any = None) -> bool:
+        """Whether it succeeded."""
         mode = mode or self._rng.choice(("retract", "in_place", "abort"))
         try:
             report = await self._syncer.sync(mode)
-            self._say(f"synced ({mode}) in {report.total_s:.2f} s")
         except sr.RolloutError as error:
             self._say(f"a sync ({mode}) failed: {type(error).__name__}: {str(error)[:80]}")
+            return False
+        self._say(f"synced ({mode}) in {report.total_s:.2f} s")
+        return True
 
     async def sync_wrong_weights(self) -> None:
         """Names that no engine has: refused, and engines serve on."""

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -341,11 +342,12 @@ class RealServer:
     def kill(self) -> None:
         """With what SGLang leaves in /dev/shm when it is killed."""
         pids = [pid for pid in psutil.pids() if _group_of(pid) == self.process.pid]
-        shared = {path for pid in pids for path in mapped_shared_memory(pid)}
+        shared = {Path(path) for pid in pids for path in mapped_shared_memory(pid)}
         self.signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.wait(10)
         for path in shared:
-            Path(path).unlink(missing_ok=True)
+            if path.parent == Path("/dev/shm"):  # not the model, which may be below it
+                path.unlink(missing_ok=True)
 
 
 def _group_of(pid: int) -> int | None:
@@ -387,33 +389,40 @@ class Relay:
     def cut(self) -> None:
         """Reset all connections."""
         for writer in [*self._open]:
-            writer.transport.abort()
+            _reset(writer)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        both = [writer]
-        self._open.add(writer)
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
-            both.append(far_writer)
-            self._open.add(far_writer)
-            ways = [asyncio.ensure_future(_pass_on(*way)) for way in ((reader, far_writer), (far_reader, writer))]
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-        except OSError:
-            pass  # nobody is there
+        except OSError:  # nobody is there
+            _reset(writer)
+            return
+        both = {writer, far_writer}
+        self._open |= both
+        try:
+            async with anyio.create_task_group() as ways:
+                ways.start_soon(_pass_on, reader, far_writer, ways.cancel_scope)
+                ways.start_soon(_pass_on, far_reader, writer, ways.cancel_scope)
         finally:
+            self._open -= both
             for one in both:
-                self._open.discard(one)
-                one.transport.abort()
+                one.close()
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """What is under way is lost, and the other side is told at once."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, both: anyio.CancelScope) -> None:
+    """One way, until it ends; and with it the other one."""
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
+    both.cancel()
 
 
 def free_port() -> int:

@@ -164,6 +164,7 @@ class WeightNamesError(RolloutError):
         unexpected: weights that no engine knows.
         duplicates: parameters that two weights would write.
         mismatched: weights whose shape does not fit, with why.
+        checkpoint: what names were held against where there are servers alone, which do not tell theirs; else empty.
     """
 
     def __init__(
@@ -172,12 +173,15 @@ class WeightNamesError(RolloutError):
         unexpected: Sequence[str] = (),
         duplicates: Sequence[str] = (),
         mismatched: Sequence[str] = (),
+        checkpoint: str = "",
     ) -> None:
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
         self.duplicates, self.mismatched = tuple(duplicates), tuple(mismatched)
+        self.checkpoint = checkpoint
         kinds = {"missing": missing, "unexpected": unexpected, "duplicates": duplicates, "mismatched": mismatched}
         lines = [f"\n  {kind} ({len(names)}): {_list(names)}" for kind, names in kinds.items() if names]
-        super().__init__(f"the trainer's weights do not fit the engines, nothing was sent{''.join(lines)}")
+        what = f"are not those of {checkpoint}, which the servers have" if checkpoint else "do not fit the engines"
+        super().__init__(f"the trainer's weights {what}, nothing was sent{''.join(lines)}")
 
 
 class WeightMismatchError(RolloutError):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import sglrollout as sr
+from sglrollout.testing import ScriptedEngine
 from sglrollout.weights.checkpoint import names_in
 from tests.remote_engine import RemoteEngine
 
@@ -29,18 +30,16 @@ def checkpoint(folder: Path, names: tuple[str, ...] = NAMES, *, in_parts: bool =
     return folder
 
 
-async def sync(model: Path, sent: Any, engine: RemoteEngine | None = None, **options: Any) -> RemoteEngine:
+async def sync(model: Path, sent: Any, *engines: ScriptedEngine) -> None:
     """Twice, with weights of these names or those of a source."""
-    engine = engine or RemoteEngine("remote-0")
     config: dict[str, Any] = {"engine_args": {"skip_tokenizer_init": True}, "progress": False, "max_restarts": 0}
     source = sent if hasattr(sent, "weights") else sr.TensorSource({name: torch.ones(2) for name in sent})
     async with (
-        sr.AsyncRolloutEngine(str(model), engines=[engine], **config) as rollout,
-        sr.WeightSyncer(rollout, source, timeout_s=5, **options) as syncer,
+        sr.AsyncRolloutEngine(str(model), engines=engines or [RemoteEngine("remote-0")], **config) as rollout,
+        sr.WeightSyncer(rollout, source, timeout_s=5) as syncer,
     ):
         for _ in range(2):
             await syncer.sync()
-    return engine
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
@@ -49,7 +48,7 @@ async def test_weights_of_which_the_checkpoint_has_none_are_refused_before_anyth
 ) -> None:
     engine = RemoteEngine("remote-0")
     wrapped = [f"base_model.{name}" for name in NAMES]
-    with pytest.raises(sr.WeightNamesError) as raised:
+    with pytest.raises(sr.WeightNamesError, match=r"not those of .*model, which the servers have") as raised:
         await sync(checkpoint(tmp_path / "model", in_parts=in_parts), wrapped, engine)
     assert raised.value.unexpected == tuple(wrapped)
     assert "receive_weights" not in engine.commands
@@ -59,19 +58,37 @@ async def test_weights_of_which_the_checkpoint_has_none_are_refused_before_anyth
 async def test_some_that_differ_are_sent_with_one_warning(
     in_parts: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    engine = RemoteEngine("remote-0")
     with caplog.at_level(logging.WARNING, "sglrollout.weights"):
-        engine = await sync(checkpoint(tmp_path / "model", in_parts=in_parts), [*NAMES[:2], "model.extra.weight"])
+        await sync(checkpoint(tmp_path / "model", in_parts=in_parts), [*NAMES[:2], "model.extra.weight"], engine)
     assert set(engine.received) >= {*NAMES[:2], "model.extra.weight"}
     (record,) = caplog.records
     assert "not in it (1): model.extra.weight; in it and not sent (1): model.norm.weight" in record.message
 
 
-async def test_the_same_names_and_those_that_may_be_missing_are_no_news(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "names",
+    [
+        NAMES,
+        [name.replace("model.", "model.language_model.") for name in NAMES],
+        [name.removeprefix("model.") for name in NAMES],
+    ],
+)
+async def test_the_same_names_are_no_news_in_any_layout_that_transformers_has(
+    names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "sglrollout.weights"):
-        await sync(checkpoint(tmp_path / "model"), NAMES)
-        await sync(tmp_path / "model", NAMES[:2], allow_missing=["*.norm.*"])
+        await sync(checkpoint(tmp_path / "model"), names)
+    assert not caplog.records
+
+
+async def test_an_engine_that_knows_its_names_is_asked_and_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote, folder = RemoteEngine("remote-0"), checkpoint(tmp_path / "model")
+    with caplog.at_level(logging.WARNING, "sglrollout.weights"):
+        await sync(folder, ["another.name"], ScriptedEngine("engine-0"), remote)
+    assert "another.name" in remote.received
     assert not caplog.records
 
 

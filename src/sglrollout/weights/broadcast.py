@@ -22,8 +22,8 @@ _TRIAL = "sglrollout.trial"
 """The name of a tensor that no model has. SGLang ignores those, or refuses them once they have come."""
 _CUDA_FAILED = "unhandled cuda error"
 _CUMEM_HINT = (
-    "on one machine trainer and servers must have the same NCCL_CUMEM_ENABLE, which `sglang.launch_server` sets to 0: "
-    "start this script with NCCL_CUMEM_ENABLE=0, or the server by `sglrollout serve`"
+    "on one machine NCCL_CUMEM_ENABLE must be the same, or unset, for trainer and servers; `sglang.launch_server` sets "
+    "it to 0 by itself: then start this script with NCCL_CUMEM_ENABLE=0, or the server by `sglrollout serve`"
 )
 
 

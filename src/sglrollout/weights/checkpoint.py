@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 
 from sglrollout.errors import WeightNamesError
 from sglrollout.wire.messages import WeightSpec
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_WRAPPERS = ("model", "language_model")
 _SHOWN = 5
 _log = logging.getLogger("sglrollout.weights")
 
@@ -36,9 +36,7 @@ def names_in(model: str, revision: str | None) -> frozenset[str]:
         return frozenset()
 
 
-def refuse_others(
-    weights: Sequence[WeightSpec], known: frozenset[str], model: str, allow_missing: Sequence[str]
-) -> str:
+def refuse_others(weights: Sequence[WeightSpec], known: frozenset[str], model: str) -> str:
     """Hold a trainer's weights against a checkpoint's.
 
     A few differences are no error: a server may know other names as well, and not need all.
@@ -49,17 +47,23 @@ def refuse_others(
     Raises:
         WeightNamesError: not one is in the checkpoint.
     """
-    unexpected = [weight.name for weight in weights if known.isdisjoint((weight.name, *weight.aliases))]
+    sent = [{_bare(name) for name in (weight.name, *weight.aliases)} for weight in weights]
+    wanted = {_bare(name): name for name in sorted(known)}
+    unexpected = [weight.name for weight, names in zip(weights, sent, strict=True) if wanted.keys().isdisjoint(names)]
     if len(unexpected) == len(weights):
-        raise WeightNamesError(unexpected=unexpected)
-    sent = {name for weight in weights for name in (weight.name, *weight.aliases)}
-    missing = [name for name in sorted(known - sent) if not any(fnmatch(name, pattern) for pattern in allow_missing)]
+        raise WeightNamesError(unexpected=unexpected, checkpoint=model)
+    missing = [name for bare, name in wanted.items() if bare not in set().union(*sent)]
     differences = [
         f"{what} ({len(names)}): {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
         for what, names in (("not in it", unexpected), ("in it and not sent", missing))
         if names
     ]
     return f"the trainer's weights and those in {model} differ: {'; '.join(differences)}" if differences else ""
+
+
+def _bare(name: str) -> str:
+    """Without the parts that transformers puts into one version's names and not into another's, as SGLang knows."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _find(model: str, name: str, revision: str | None) -> Path | None:

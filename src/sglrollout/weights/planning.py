@@ -268,7 +268,7 @@ class Planner:
         known = names_in(self._config.model, self._config.revision)
         if not known:
             return
-        differences = refuse_others(weights, known, self._config.model, self._options.allow_missing)
+        differences = refuse_others(weights, known, self._config.model)
         if differences not in ("", self._differences):
             _log.warning("%s. Servers ignore names that they do not know", differences)
         self._differences = differences
@@ -287,7 +287,7 @@ class Planner:
             if lora or any(fact.has_remote_engines for fact in facts):
                 return "", ""
             raise WeightSyncError("plan", "no rank owns a running engine")
-        wrong = {
+        wrong: dict[str, Any] = {
             kind: list(dict.fromkeys(name for report in every for name in getattr(report, kind)))
             for kind in ("missing", "unexpected", "duplicates", "mismatched")
         }

@@ -78,7 +78,7 @@ class WeightSyncer:
         timeout_s: for each step of a sync. A rank that is stuck is given up after twice that and 20 s.
         allow_missing: patterns (``fnmatch``) of engine parameters that need not be written.
         remote: how weights reach remote engines: :class:`Broadcast` or :class:`Disk`, the same on every rank. Remote
-            engines do not tell their parameters, so names are checked only where there are engines on this machine too.
+            engines do not tell their parameters: where there are no others, names are held against the checkpoint's.
 
     Raises:
         ConfigError: an option is wrong.
