@@ -151,7 +151,7 @@ def typed(path: Path) -> list[list[str]]:
     """The commands on a page: lines of ``sh`` blocks, those behind a ``$`` in ``console`` blocks, and in the text."""
     found = [words for language in ("sh", "bash") for block in blocks(path, language) for words in commands(block.text)]
     for block in blocks(path, "console"):
-        prompted = [line for line in block.text.splitlines() if line.startswith("$ ")]
+        prompted = [line for line in block.text.replace("\\\n", " ").splitlines() if line.startswith("$ ")]
         found += commands("\n".join(prompted))
     inline = [span for span in spans(path) if span.partition(" ")[0] in OURS]
     return found + [words for span in inline for words in commands(span)]
