@@ -330,7 +330,7 @@ class RealServer:
     async def num_running(self, key: str = "") -> int:
         """Requests that it works on, or has in its queue."""
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
+        async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=20) as client:
             (load,) = (await client.get(f"{self.url}/v1/loads")).json()["loads"]
             return int(load["num_running_reqs"] + load["num_waiting_reqs"])
 

@@ -99,13 +99,13 @@ async def test_a_cancelled_sample_frees_the_servers_slot(
         else:
             await pool.generate([PROMPTS[0]], sampling=ENDLESS)
 
-    tasks = [asyncio.ensure_future(ask()) for _ in range(6)]
-    with anyio.fail_after(20):
-        while not (await servers[0].num_running(KEY) and await servers[1].num_running(KEY)):
-            await anyio.sleep(0.02)
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+    async with anyio.create_task_group() as samples:
+        for _ in range(6):
+            samples.start_soon(ask)
+        with anyio.fail_after(30):
+            while not (await servers[0].num_running(KEY) and await servers[1].num_running(KEY)):
+                await anyio.sleep(0.02)
+        samples.cancel_scope.cancel()
     assert not any(status.num_inflight for status in pool.engines)
     with anyio.fail_after(3):  # SGLang by itself looks for clients that are gone every 4 s
         while await servers[0].num_running(KEY) + await servers[1].num_running(KEY):
