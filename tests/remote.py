@@ -389,7 +389,8 @@ class Relay:
     def cut(self) -> None:
         """Reset all connections."""
         for writer in [*self._open]:
-            _reset(writer)
+            if not writer.is_closing():
+                _reset(writer)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -179,7 +179,7 @@ class WeightNamesError(RolloutError):
         self.duplicates, self.mismatched = tuple(duplicates), tuple(mismatched)
         self.checkpoint = checkpoint
         kinds = {"missing": missing, "unexpected": unexpected, "duplicates": duplicates, "mismatched": mismatched}
-        lines = [f"\n  {kind} ({len(names)}): {_list(names)}" for kind, names in kinds.items() if names]
+        lines = [f"\n  {kind} ({len(names)}): {listed(names)}" for kind, names in kinds.items() if names]
         what = f"are not those of {checkpoint}, which the servers have" if checkpoint else "do not fit the engines"
         super().__init__(f"the trainer's weights {what}, nothing was sent{''.join(lines)}")
 
@@ -193,7 +193,7 @@ class WeightMismatchError(RolloutError):
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        super().__init__(f"{len(self.names)} weights differ between trainer and engine: {_list(self.names)}")
+        super().__init__(f"{len(self.names)} weights differ between trainer and engine: {listed(self.names)}")
 
 
 class DeviceMemoryError(RolloutError):
@@ -278,7 +278,8 @@ def _rebuilt(kind: type[RolloutError], args: tuple[Any, ...]) -> RolloutError:
     return error
 
 
-def _list(names: Sequence[str], most: int = 20) -> str:
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """The first of them, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglrollout.errors import WeightNamesError
+from sglrollout.errors import WeightNamesError, listed
 from sglrollout.wire.messages import WeightSpec
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -52,9 +52,10 @@ def refuse_others(weights: Sequence[WeightSpec], known: frozenset[str], model: s
     unexpected = [weight.name for weight, names in zip(weights, sent, strict=True) if wanted.keys().isdisjoint(names)]
     if len(unexpected) == len(weights):
         raise WeightNamesError(unexpected=unexpected, checkpoint=model)
-    missing = [name for bare, name in wanted.items() if bare not in set().union(*sent)]
+    all_sent = set().union(*sent)
+    missing = [name for bare, name in wanted.items() if bare not in all_sent]
     differences = [
-        f"{what} ({len(names)}): {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        f"{what} ({len(names)}): {listed(names, _SHOWN)}"
         for what, names in (("not in it", unexpected), ("in it and not sent", missing))
         if names
     ]
