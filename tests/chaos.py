@@ -81,7 +81,7 @@ class Chaos:
             await self.heal()
 
     async def heal(self) -> None:
-        """All engines come back, and get the weights of now. One whose death is not known yet fails a sync."""
+        """All engines come back, and get the weights of now. A sync may lose more of them than it may."""
         with anyio.fail_after(HEAL_S):
             synced = False
             while not synced:
@@ -192,7 +192,8 @@ class Chaos:
         except sr.RolloutError as error:
             self._say(f"a sync ({mode}) failed: {type(error).__name__}: {str(error)[:80]}")
             return False
-        self._say(f"synced ({mode}) in {report.total_s:.2f} s")
+        without = f" without {', '.join(report.lost_engines)}" if report.lost_engines else ""
+        self._say(f"synced ({mode}) in {report.total_s:.2f} s{without}")
         return True
 
     async def sync_wrong_weights(self) -> None:

@@ -21,6 +21,7 @@ from sglrollout.engine.cpu_support import forgive_torchvision
 
 forgive_torchvision()
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -236,10 +237,10 @@ async def failing_hook(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dic
 
 
 async def two_owners(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:
-    """Both ranks own engines, of the same name."""
+    """Both ranks own engines, of the same name. In the end that of one rank dies in a sync."""
     other = None
     if rollout is None:
-        other = rollout = await sr.AsyncRolloutEngine(path, device="cpu", dtype="float32").start()
+        other = rollout = await sr.AsyncRolloutEngine(path, device="cpu", dtype="float32", max_restarts=0).start()
     found: dict[str, Any] = {"verified": []}
     try:
         methods: list[Literal["fast", "portable"]] = ["fast", "portable"]
@@ -248,10 +249,24 @@ async def two_owners(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[
             async with sr.WeightSyncer(rollout, source, method=method, bucket_bytes=BUCKET_BYTES) as syncer:
                 assert (await syncer.sync()).num_engines == 2
                 found["verified"].append((await syncer.verify()).num_weights)
+                if method == "portable":
+                    if other is not None:
+                        asyncio.get_running_loop().call_later(0.5, stopped_engine(other).kill)
+                    report = await syncer.sync()
+                    found["lost"] = [report.num_engines, *report.lost_engines]
     finally:
         if other is not None:
             await other.close()
     return found
+
+
+def stopped_engine(rollout: sr.AsyncRolloutEngine) -> psutil.Process:
+    """The scheduler of its engine, which gets no further."""
+    info = rollout.engines[0].info
+    assert info is not None
+    process = psutil.Process(info.child_pids[0])
+    process.suspend()
+    return process
 
 
 async def busy(rollout: sr.AsyncRolloutEngine | None, path: Path) -> dict[str, Any]:

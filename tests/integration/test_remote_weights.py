@@ -108,7 +108,7 @@ async def test_a_server_without_a_copy_of_its_weights_is_refused_changes_before_
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_server_that_is_killed_during_a_sync_fails_it_and_the_next_one_heals_all_that_are_left(
+async def test_a_sync_in_which_a_server_is_killed_goes_on_without_it(
     pool: sr.AsyncRolloutEngine, servers: list[RealServer], tiny_model: Path
 ) -> None:
     model = trained(tiny_model, 4)
@@ -124,13 +124,11 @@ async def test_a_server_that_is_killed_during_a_sync_fails_it_and_the_next_one_h
             return await command(name, *arguments, **named)
 
         engine.command = kill_then  # type: ignore[method-assign]
-        with anyio.fail_after(60), pytest.raises(sr.WeightSyncError) as caught:
-            await syncer.sync()
-        engine.command = command  # type: ignore[method-assign]
-        assert caught.value.phase in ("plan", "transfer")
-        await until(lambda: pool.engines[2].state == "restarting", 30.0)
         with anyio.fail_after(60):
-            await syncer.sync()
+            report = await syncer.sync()
+        engine.command = command  # type: ignore[method-assign]
+        assert (report.num_engines, report.lost_engines) == (2, ("remote-1",))
+        assert pool.engines[2].state == "restarting"
         assert [status.state for status in pool.engines[:2]] == ["ready", "ready"]
         groups = await pool.generate(["The sky is"] * 4, sampling=LONG.replace(max_new_tokens=16))
         assert {group.completions[0].engine for group in groups} == {"engine-0", "remote-0"}

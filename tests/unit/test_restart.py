@@ -108,9 +108,8 @@ async def running(
 async def sync(pool: Pool, seconds: float = 0.0, fails_in: str = "", plan_s: float = 0.0) -> None:
     """What a weight syncer does to a pool: it plans and moves weights in so many seconds."""
     leader = Leader(pool, 60.0)
-    await leader.muster()
     with pool.exclusive("a weight sync"):
-        leader.facts()
+        await leader.muster()
         await anyio.sleep(plan_s)
         leader.keys = {member.name: member.name for member in leader.members}
         moving = False

@@ -416,16 +416,95 @@ async def test_requests_in_engines_that_became_stale_fail_and_so_do_those_that_w
             await rollout.generate([PROMPT], sampling=SHORT)
 
 
-@pytest.mark.parametrize("command", ["pause", "load_portable", "resume"])
-async def test_an_engine_that_dies_in_a_sync_is_named_and_the_next_sync_goes_without_it(command: str) -> None:
-    engines = [Engine("engine-0"), Engine("engine-1")]
+def dying(engine: Engine, command: str, times: int = 1) -> Engine:
+    """Let it die when it is told a command, so often."""
+    deaths: list[str] = []
 
     async def before(name: str) -> None:
-        if name == command:
-            engines[1].die("out of memory")
+        if name == command and len(deaths) < times:
+            deaths.append(name)
+            engine.die("out of memory")
 
-    engines[1].before = before
+    engine.before = before
+    return engine
+
+
+COMMANDS = ["describe_weights", "pause", "begin_portable", "load_portable", "end_portable", "resume"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_a_sync_in_which_an_engine_dies_goes_on_without_it(
+    command: str, mode: PauseMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [Engine("engine-0"), dying(Engine("engine-1"), command)]
     async with bench(*engines) as b:
+        report = await b.syncer.sync(mode, version=7)
+        assert (report.version, report.num_engines, report.lost_engines) == (7, 1, ("engine-1",))
+        assert "to 1 engines (lost: engine-1)" in str(report)
+        assert "lost: engine-1" in report._repr_html_()
+        assert (b.states, b.rollout.weight_version) == (["ready", "dead"], 7)
+        assert "engine-1 died in a weight sync, which begins again without: weight sync failed in" in caplog.text
+        assert (await b.syncer.verify()).num_engines == 1
+        again = await b.syncer.sync()
+        assert (again.version, again.lost_engines) == (8, ())
+
+
+@pytest.mark.parametrize("command", COMMANDS[1:])
+async def test_what_runs_in_the_other_engines_does_not_notice_that_one_died_in_a_sync(command: str) -> None:
+    engines = [Engine("engine-0"), dying(Engine("engine-1"), command)]
+    async with bench(*engines) as b:
+        running = asyncio.ensure_future(b.rollout.generate([PROMPT] * 4, sampling=LONG.replace(max_new_tokens=12000)))
+        await until(lambda: all(engine.num_tokens > 50 for engine in engines))
+        await b.syncer.sync()
+        completions = [group.completions[0] for group in await running]
+        for completion in completions:
+            assert completion.finish_reason == "length"
+            assert len(completion.token_ids) == 12000
+            assert [span.version for span in completion.weight_versions] == [0, 1]
+        assert {completion.engine for completion in completions} == {"engine-0"}
+        assert b.rollout.metrics().num_failovers == 2
+
+
+@pytest.mark.parametrize("command", ["pause", "load_portable", "resume"])
+async def test_a_sync_begins_again_only_so_often(command: str) -> None:
+    engines = [Engine(f"engine-{i}") for i in range(4)]
+
+    async def before(name: str) -> None:
+        victim = next((engine for engine in engines[1:] if engine.alive), None)
+        if name == command and victim is not None:
+            victim.die("out of memory")
+
+    engines[0].before = before
+    async with bench(*engines) as b:
+        with pytest.raises(sr.WeightSyncError, match="engine-3: out of memory"):
+            await b.syncer.sync()
+        assert b.states == ["ready" if command == "pause" else "stale", "dead", "dead", "dead"]
+        assert (await b.syncer.sync()).num_engines == 1
+
+
+@pytest.mark.parametrize("command", ["pause", "load_portable", "resume"])
+async def test_a_sync_waits_for_the_only_engine_that_died_in_it(command: str) -> None:
+    engine = dying(Engine(start_s=0.1), command)
+    async with restarting_bench(engine) as b:
+        report = await b.syncer.sync()
+        assert (report.num_engines, report.lost_engines) == (1, ("engine-0",))
+        assert (b.states, engine.weights) == (["ready"], report.version)
+        assert report.total_s >= 0.1
+
+
+async def test_an_engine_that_failed_and_is_alive_is_not_tried_again() -> None:
+    engines = [Engine("engine-0"), Engine("engine-1", fail_command=failing("load_portable"))]
+    async with bench(*engines) as b:
+        with pytest.raises(sr.WeightSyncError, match="out of luck"):
+            await b.syncer.sync()
+        assert engines[0].commands.count("load_portable") == 1
+
+
+@pytest.mark.parametrize("command", ["pause", "load_portable", "resume"])
+async def test_an_engine_that_dies_in_a_sync_is_named_and_the_next_sync_goes_without_it(command: str) -> None:
+    engines = [Engine("engine-0"), dying(Engine("engine-1"), command)]
+    async with bench(*engines, max_retries=0) as b:
         with pytest.raises(sr.WeightSyncError, match="engine-1: out of memory") as caught:
             await b.syncer.sync()
         assert caught.value.engine == "engine-1"
@@ -666,6 +745,9 @@ async def test_fast_that_was_asked_for_is_refused_where_it_does_not_suit() -> No
         {"timeout_s": -1.0},
         {"timeout_s": float("nan")},
         {"timeout_s": "60"},
+        {"max_retries": -1},
+        {"max_retries": 1.0},
+        {"max_retries": True},
         {"allow_missing": "model.*"},
         {"source": {"a": torch.ones(1)}},
         {"source": torch.nn.Linear(1, 1)},

@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from sglrollout.engine import collector
 from sglrollout.engine.orphan_watch import CHECK_S, OrphanWatch
 from sglrollout.engine.scratch import remove_scratch
 from sglrollout.engine.sglang_adapter import SGLangEngine
@@ -50,8 +51,13 @@ _PART_BYTES = 256 << 20
 class EngineHost:
     """Serves one engine over one channel until told to stop, the client goes away, or the engine dies."""
 
-    def __init__(self, channel: Channel[ToHost, SentByHost], on_children: Callable[[list[Any]], None]) -> None:
-        self._channel, self._on_children = channel, on_children
+    def __init__(
+        self,
+        channel: Channel[ToHost, SentByHost],
+        on_children: Callable[[list[Any]], None],
+        on_started: Callable[[], None],
+    ) -> None:
+        self._channel, self._on_children, self._on_started = channel, on_children, on_started
         self._built: SGLangEngine | None = None
         self._over = anyio.Event()
         self._stopped = False
@@ -71,6 +77,7 @@ class EngineHost:
             await self._channel.drain()
             raise
         self._channel.send(info)
+        self._on_started()
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self._receive)
             self._tasks.start_soon(self._engine.forward_steps)
@@ -239,15 +246,24 @@ class EngineHost:
             self._over.set()
 
 
-def serve_socket(sock: socket.socket, on_children: Callable[[list[Any]], None] = lambda children: None) -> bool:
+def serve_socket(
+    sock: socket.socket,
+    on_children: Callable[[list[Any]], None] = lambda children: None,
+    on_started: Callable[[], None] = lambda: None,
+) -> bool:
     """Run a host on this thread until it is over. The thread form of a host calls this directly.
+
+    Args:
+        sock: its end of the channel.
+        on_children: called with the scheduler processes as soon as they exist.
+        on_started: called once the engine is up.
 
     Returns:
         whether the client asked it to stop; otherwise the channel ended, or the engine did.
     """
 
     async def main() -> bool:
-        return await EngineHost(await host_channel(sock), on_children).run()
+        return await EngineHost(await host_channel(sock), on_children, on_started).run()
 
     return anyio.run(main, backend="asyncio", backend_options={"loop_factory": _loop_factory()})
 
@@ -263,13 +279,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 def main() -> None:
     """Entry point of a host process."""
+    collector.importing()
     fd, client_pid, scratch_dir = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     os.set_inheritable(fd, False)
     watch = OrphanWatch(client_pid, scratch_dir)
     watch.start()
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, whose end is the engine's end
         signal.signal(number, signal.SIG_IGN)
-    stopped = serve_socket(socket.socket(fileno=fd))
+    stopped = serve_socket(socket.socket(fileno=fd), on_started=collector.imported)
     if stopped:
         remove_scratch(scratch_dir)  # the client does too, unless it is interrupted on the way out
     elif watch.orphaned.wait(2 * CHECK_S):
@@ -281,3 +298,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # in a process that SGLang spawns, which imports SGLang next
+    collector.importing()

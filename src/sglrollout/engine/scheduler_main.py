@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from sglrollout.engine import cpu_support, scheduler_agent, scheduler_outputs
+from sglrollout.engine import collector, cpu_support, scheduler_agent, scheduler_outputs
 from sglrollout.engine.scratch import note_file
 
 if cpu_support.is_enabled():
@@ -44,6 +44,7 @@ def run_scheduler(*args: Any, answers_to: str, steps_to: str | None = None, **kw
         cpu_support.forgive_pinned_memory()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    collector.imported()
     run_scheduler_process(*args, **kwargs)
 
 
@@ -52,6 +53,7 @@ def run_detokenizer(*args: Any, **kwargs: Any) -> None:
     _exit_instead_of_sigquit()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
+    collector.imported()
     run_detokenizer_process(*args, **kwargs)
 
 
@@ -72,6 +74,7 @@ def run_served_scheduler(
         cpu_support.forgive_pinned_memory()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    collector.imported()
     args = tuple(_Ready(value, later) if isinstance(value, Connection) else value for value in args)
     run_scheduler_process(*args, **kwargs)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sglrollout._address import WILDCARDS, is_loopback
-from sglrollout.engine import cpu_support, mirror
+from sglrollout.engine import collector, cpu_support, mirror
 from sglrollout.engine.environment import within_the_engine
 from sglrollout.engine.orphan_watch import OrphanWatch
 from sglrollout.engine.processes import end_group
@@ -41,6 +41,7 @@ def serve(arguments: Mapping[str, Any], scratch_dir: str) -> None:
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import ServerArgs
 
+    collector.imported()
     if arguments.get("nnodes", 1) == 1:  # else other machines read weights, too
         mirror.add_to(app, mirror.Mirror(Path(scratch_dir) / "weights"))
     secrets = [arguments[name] for name in _SECRETS if arguments.get(name)]
@@ -73,6 +74,7 @@ def start_environment(scratch_dir: str, host: str, nnodes: int) -> dict[str, str
 
 def main() -> None:
     """Entry point of a server's process. It ends with 0 where it was interrupted, and with all that it started."""
+    collector.importing()
     fd, parent_pid, scratch_dir = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     OrphanWatch(parent_pid, scratch_dir).start()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would inherit it ignored
@@ -93,3 +95,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # in a process that SGLang spawns, which imports SGLang next
+    collector.importing()

@@ -79,7 +79,7 @@ class CatchUp:
         """
         pool, reason = self._pool, ""
         for _ in range(_TRIES):
-            await pool.until(lambda: not pool.busy)
+            await pool.until(lambda: pool.admits)
             version = pool.weight_version
             if not pool.is_settled:
                 return "it was restarted after a weight sync that failed"
@@ -100,7 +100,7 @@ class CatchUp:
                     await member.engine.kill("it hangs: it was told to take the current weights, and did not answer")
                     return reason
                 continue
-            await pool.until(lambda: not pool.busy)
+            await pool.until(lambda: pool.admits)
             if has_them and pool.weight_version == version and pool.is_settled:
                 return ""
             reason = "it was restarted, and whenever it had got weights there were others already"

@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
@@ -161,7 +162,7 @@ class Pool:
         self._catch_up = CatchUp(self, restarts.timeout_s)
         self._supervisors = [Supervisor(self, member, restarts, self._catch_up) for member in self.members]
         self._max_inflight, self._keeps_snapshot = max_inflight, restarts.keep_snapshot
-        self._busy, self._changing = "", False
+        self._busy, self._changing, self._mustering = "", False, False
         self.num_changes = 0
         """How often weights or memory of engines were changed, or began to be."""
         self.weight_version = 0
@@ -236,8 +237,9 @@ class Pool:
         member.engine.on_death = supervisor.on_death
 
     def admit(self, member: Member, stale: str = "") -> None:
-        """It is up: let it serve, unless ``stale`` says why its weights are not the trainer's."""
+        """It is up: let it serve, unless a sync waits for it, or ``stale`` says why it may not."""
         self._join(member, stale)
+        member.held = self._mustering
         self.changed()
 
     def _join(self, member: Member, stale: str) -> None:
@@ -281,6 +283,11 @@ class Pool:
         return self._changing
 
     @property
+    def admits(self) -> bool:
+        """Engines that come back may be admitted: nothing concerns the whole pool now, or what does waits for them."""
+        return not self._busy or self._mustering
+
+    @property
     def has_its_memory(self) -> bool:
         """Engines may be started: none has given up memory, which the trainer would use."""
         gone = EngineState.DEAD
@@ -311,6 +318,21 @@ class Pool:
         finally:
             self._busy, self._changing = "", False
             self._tell()
+
+    async def muster(self, within_s: float) -> None:
+        """For a sync, which wakes engines: if none is up, wait for one that comes back, also if it died asleep. It is
+        held then."""
+        if self.serving:
+            return
+        for member in self.restarting:
+            member.asleep = {}
+        self._mustering = True
+        self.changed()
+        try:
+            with anyio.move_on_after(within_s):
+                await self.until(lambda: self.serving or not self.restarting)
+        finally:
+            self._mustering = False
 
     async def call_off_restarts(self) -> None:
         """End what is being restarted, and return once its memory is free. It begins again once engines are awake."""

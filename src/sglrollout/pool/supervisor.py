@@ -142,7 +142,7 @@ class Supervisor:
 
     async def _come_back(self, begun_s: float) -> None:
         stale = await self._catch_up.bring(self._member)
-        await self._pool.until(lambda: not self._pool.busy)
+        await self._pool.until(lambda: self._pool.admits)
         if not self._member.engine.alive:  # which is about to be told
             return
         self._attempt = None

@@ -28,12 +28,13 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a phase went on one rank: ``error`` is ``None`` when it went well."""
+    """How a phase went on one rank: ``error`` is ``None`` when it went well. ``lost``: nothing was heard of it."""
 
     rank: int
     phase: str
     value: Any = None
     error: Exception | None = field(default=None)
+    lost: bool = False
 
 
 class Ranks:
@@ -51,7 +52,7 @@ class Ranks:
         self.rank = dist.get_rank() if self._several else 0
         self.size = dist.get_world_size() if self._several else 1
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST) if self._several else None
-        self._broken: WeightSyncError | None = None
+        self._broken: Exception | None = None
         self._key = f"sglrollout/failed-sync/{next(_numbers)}"  # every rank makes its syncers in the same order
 
     def agree(
@@ -82,7 +83,10 @@ class Ranks:
             outcomes = [mine]
         for outcome in outcomes:
             if outcome.error is not None:
-                raise self._failure(phase, outcome)
+                told = self._failure(phase, outcome)
+                if outcome.lost:
+                    self._broken = told
+                raise told
         odd = next((outcome for outcome in outcomes if outcome.phase != phase), None)
         if odd is not None:
             self._broken = WeightSyncError(phase, f"ranks are not in step: rank {odd.rank} is in {odd.phase}", odd.rank)
@@ -123,7 +127,7 @@ class Ranks:
                 gone = "Timed out" not in str(error)
                 how = "is gone" if gone else f"did not come within {timeout.total_seconds():g} s"
                 failure = failure or WeightSyncError(phase, f"rank {rank} {how}", rank)
-                outcomes.append(Outcome(rank, phase, error=failure))
+                outcomes.append(Outcome(rank, phase, error=failure, lost=True))
         if failure is not None:
             self._leave_last_words(failure)
         # A rank that is gone comes first: what others saw of it, such as a broken gather, says less.

@@ -58,6 +58,7 @@ class Leader:
     def __init__(self, pool: Pool, timeout_s: float) -> None:
         self.pool, self._timeout_s = pool, timeout_s
         self.members: list[Member] = []
+        self._lives: list[int] = []
         self.local: list[Member] = []
         """Those of :attr:`members` on this machine."""
         self.remote: list[Member] = []
@@ -71,20 +72,14 @@ class Leader:
         self._adapter: Adapter | None = None
         """What this sync has brought."""
 
-    async def muster(self) -> None:
-        """If no engine is up, wait for one that is restarted, as long as a phase may take. One that died asleep is
-        restarted now: a sync wakes engines."""
-        pool = self.pool
-        if pool.serving or pool.busy:
-            return
-        for member in pool.restarting:
-            member.asleep = {}
-        pool.changed()
-        with anyio.move_on_after(self._timeout_s):
-            await pool.until(lambda: pool.serving or not pool.restarting)
+    async def muster(self) -> list[EngineFacts]:
+        """The engines of this sync: those that are up. If there is none, one that is restarted is waited for, as long
+        as a phase may take."""
+        await self.pool.muster(self._timeout_s)
+        return self.facts()
 
     def facts(self) -> list[EngineFacts]:
-        """The engines that are up now, which are those of this sync."""
+        """The engines that are up now."""
         self.members, self.local, self.remote, facts = self.pool.serving, [], [], []
         for member in self.members:
             info = member.engine.info
@@ -92,7 +87,16 @@ class Leader:
             (self.remote if info.remote else self.local).append(member)
             tp_size, devices = max(1, info.tp_size), tuple(member.engine.devices)
             facts.append(EngineFacts(member.name, member.num_restarts, tp_size, devices, info.remote))
+        self._lives = [fact.life for fact in facts]
         return facts
+
+    async def lost(self) -> list[str]:
+        """Those engines of this sync that have died since it began. Servers are spoken to, else it may not be known."""
+        stopped = [member for member in self.remote if member.serving and member.paused]
+        with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
+            await to_the_end(partial(member.engine.command, "pause", _DETACH_S, mode=self._mode) for member in stopped)
+        lives = zip(self.members, self._lives, strict=True)
+        return [member.name for member, life in lives if not member.serving or member.num_restarts != life]
 
     async def describe(self, weights: list[WeightSpec], allow_missing: Sequence[str]) -> list[WeightReport]:
         """What every TP rank of every engine says to these weights."""
@@ -418,7 +422,7 @@ class Leader:
 
     async def spoil(self, reason: str, members: Sequence[Member] | None = None) -> None:
         """Engines may hold half of a sync: what they run fails, and they stay paused with nothing in them."""
-        spoilt = [member for member in (self.members if members is None else members) if member.serving]
+        spoilt = [member for member in (self.pool.members if members is None else members) if member.serving]
         self.pool.spoil(spoilt, reason)
         with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
             await to_the_end(partial(member.engine.command, "pause", _DETACH_S, mode="retract") for member in spoilt)
@@ -427,7 +431,7 @@ class Leader:
 
     async def call_off(self) -> None:
         """The sync failed before any weight moved: engines go on as they were, each that can."""
-        await to_the_end(partial(self._go_on, member) for member in self.members if member.held)
+        await to_the_end(partial(self._go_on, member) for member in self.pool.members if member.held)
 
     async def _go_on(self, member: Member) -> None:
         try:

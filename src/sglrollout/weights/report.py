@@ -32,6 +32,7 @@ class SyncReport:
         total_s: the whole call.
         copy_bytes_per_s: how fast the device copies its own memory, the floor of ``transfer_s``.
         written_bytes: what this rank wrote to a disk for engines: weights, or what changed of them.
+        lost_engines: that died in it, upon which it began again without them.
     """
 
     version: int
@@ -53,6 +54,7 @@ class SyncReport:
     total_s: float
     copy_bytes_per_s: float
     written_bytes: int = 0
+    lost_engines: tuple[str, ...] = ()
 
     @property
     def gb_per_s(self) -> float:
@@ -71,6 +73,10 @@ class SyncReport:
         return f"{self.gb_per_s:.3g} GB/s{ratio}"
 
     @property
+    def _lost(self) -> str:
+        return f" (lost: {', '.join(self.lost_engines)})" if self.lost_engines else ""
+
+    @property
     def _phases(self) -> dict[str, float]:
         """Those that took time, in order."""
         names = ("plan", "wake", "pause", "transfer", "flush", "resume")
@@ -81,7 +87,7 @@ class SyncReport:
         facts = {
             "version": self.version,
             "weights": f"{self.num_bytes / 1e9:.3g} GB in {self.num_tensors} tensors and {self.num_buckets} buckets",
-            "engines": self.num_engines,
+            "engines": f"{self.num_engines}{self._lost}",
             "method": f"{self.method}, {self.mode}" + (f", because {self.why_portable}" if self.why_portable else ""),
             "transfer": f"{self._speed}; gather {_ms(self.gather_s)}, load {_ms(self.load_s)}",
         }
@@ -94,7 +100,7 @@ class SyncReport:
         why = f" because {self.why_portable}" if self.why_portable else ""
         return (
             f"version {self.version}: {self.num_bytes / 1e9:.3g} GB in {self.num_tensors} tensors and "
-            f"{self.num_buckets} buckets to {self.num_engines} engines in {_ms(self.total_s)} ({shown}; "
+            f"{self.num_buckets} buckets to {self.num_engines} engines{self._lost} in {_ms(self.total_s)} ({shown}; "
             f"gather {_ms(self.gather_s)}, load {_ms(self.load_s)}), {self._speed}, {self.method}{why}"
         )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -13,7 +15,7 @@ import anyio
 
 from sglrollout.config import RolloutConfig
 from sglrollout.engine.scratch import new_scratch, remove_scratch
-from sglrollout.errors import ConfigError, LifecycleError
+from sglrollout.errors import ConfigError, LifecycleError, WeightSyncError
 from sglrollout.pool.pool import SYNC, Pool
 from sglrollout.weights.control import Ranks
 from sglrollout.weights.leader import EngineFacts, Leader, PauseMode
@@ -35,6 +37,7 @@ BUCKET_BYTES = 512 << 20
 _COLD_S = 300.0
 """For an engine's first answer, for which it may have to compile kernels."""
 _MODES = ("abort", "retract", "in_place")
+_log = logging.getLogger("sglrollout.weights")
 
 
 class PoolOwner(Protocol):
@@ -43,6 +46,26 @@ class PoolOwner(Protocol):
     config: RolloutConfig
 
     async def _ready_pool(self) -> Pool: ...
+
+
+@dataclass
+class _Call:
+    """One call of ``sync``, which may take several attempts.
+
+    Attributes:
+        version: of its weights; ``None`` until it is known.
+        moving: engines may hold a half of them.
+        lost: engines that died in it.
+        num_retries: attempts after the first.
+    """
+
+    mode: PauseMode
+    version: int | None
+    begun: float = field(default_factory=time.perf_counter)
+    plan_s: float = 0.0
+    moving: bool = False
+    lost: list[str] = field(default_factory=list)
+    num_retries: int = 0
 
 
 class _Stopped(NamedTuple):
@@ -76,6 +99,7 @@ class WeightSyncer:
             for a smaller model. Weights that engines read where they are take none.
         num_slots: buckets under way at once, at least 2.
         timeout_s: for each step of a sync. A rank that is stuck is given up after twice that and 20 s.
+        max_retries: how often a sync begins again, without them, after engines died in it.
         allow_missing: patterns (``fnmatch``) of engine parameters that need not be written.
         remote: how weights reach remote engines: :class:`Broadcast` or :class:`Disk`, the same on every rank. Remote
             engines do not tell their parameters: where there are no others, names are held against the checkpoint's.
@@ -93,6 +117,7 @@ class WeightSyncer:
         bucket_bytes: int = BUCKET_BYTES,
         num_slots: int = 2,
         timeout_s: float = 60.0,
+        max_retries: int = 2,
         allow_missing: Sequence[str] = (),
         remote: Remote = Broadcast(),  # noqa: B008 - it is immutable
     ) -> None:
@@ -104,6 +129,8 @@ class WeightSyncer:
             raise ConfigError("num_slots", num_slots, "must be an integer of at least 2")
         if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
             raise ConfigError("timeout_s", timeout_s, "must be a number of seconds greater than 0")
+        if type(max_retries) is not int or max_retries < 0:
+            raise ConfigError("max_retries", max_retries, "must be an integer of at least 0")
         if not hasattr(source, "weights"):
             raise ConfigError("source", source, "must be a ModuleSource, FSDPSource, TensorSource or LoRASource")
         if isinstance(source, LoRASource) and method != "auto":
@@ -118,6 +145,7 @@ class WeightSyncer:
         if not isinstance(remote, (Broadcast, Disk)):
             raise ConfigError("remote", remote, "must be a Broadcast or a Disk")
         self._rollout, self._source, self._timeout_s = rollout, source, float(timeout_s)
+        self._max_retries = max_retries
         options = Options(method, bucket_bytes, num_slots, self._timeout_s, list(allow_missing), remote)
         ranks, self._worker = Ranks(self._timeout_s), Worker(current_device())
         self._phases = Phases(ranks, self._worker)
@@ -184,10 +212,10 @@ class WeightSyncer:
             raise ConfigError("version", version, "must be an integer")
         if self._closed:
             raise LifecycleError("this weight syncer is closed")
-        begun = time.perf_counter()
+        call = _Call(mode, version)
         leader, scope = await self._enter("pause", SYNC)
         with scope:
-            report = await self._sync(leader, mode, version, begun)
+            report = await self._sync(leader, call)
             if leader is not None and leader.pool.on_sync is not None:
                 leader.pool.on_sync(report)
             return report
@@ -202,8 +230,6 @@ class WeightSyncer:
                 if self._leader is None or self._leader.pool is not pool:
                     self._leader = Leader(pool, self._timeout_s)
                 leader = self._leader
-                if what != "verify":
-                    await leader.muster()
                 scope.enter_context(pool.exclusive(what, changes=what != "verify"))
                 if what == "verify":
                     self._refuse_to_verify(leader)
@@ -229,28 +255,34 @@ class WeightSyncer:
         if self._plan is not None and self._plan.engines != leader.facts():
             raise LifecycleError("an engine died, or was restarted, since the last sync: sync again, then verify")
 
-    async def _sync(self, leader: Leader | None, mode: PauseMode, version: int | None, begun: float) -> SyncReport:
-        plan_s, moving = 0.0, False
-        engines = leader.facts() if leader is not None else []
-        if self._plan is None:  # on every rank alike
-            plan_s = await self._make_plan(leader, engines)
+    async def _sync(self, leader: Leader | None, call: _Call) -> SyncReport:
         try:
-            stopped = await self._stop(leader, engines, mode)
-            latest = max(rank.version for rank in stopped)
-            if version is not None and version <= latest:
-                raise ConfigError("version", version, f"must be greater than {latest}, the last one")
-            version = latest + 1 if version is None else version
-            if any(rank.is_outdated for rank in stopped):
-                plan_s = await self._make_plan(leader, engines)
-            assert self._plan is not None
-            await self._prove(leader, self._plan)
-            moving = True
-            if leader is not None:
-                leader.begin_to_move(version, self._plan.is_lora)
-            seconds = await self._move(leader, self._plan, mode, version)
+            while True:
+                try:
+                    return await self._attempt(leader, call)
+                except WeightSyncError as error:
+                    await self._prepare_to_retry(leader, call, error)
         except BaseException as error:
-            await self._after_failure(leader, error, moving)
+            await self._after_failure(leader, error, call.moving)
             raise
+
+    async def _attempt(self, leader: Leader | None, call: _Call) -> SyncReport:
+        engines = await leader.muster() if leader is not None else []
+        if self._plan is None:  # on every rank alike
+            call.plan_s += await self._make_plan(leader, engines)
+        stopped = await self._stop(leader, engines, call.mode)
+        if not call.moving:
+            call.version = _next_version(call.version, max(rank.version for rank in stopped))
+        version = call.version
+        assert version is not None
+        if any(rank.is_outdated for rank in stopped):
+            call.plan_s += await self._make_plan(leader, engines)
+        assert self._plan is not None
+        await self._prove(leader, self._plan)
+        call.moving = True
+        if leader is not None:
+            leader.begin_to_move(version, self._plan.is_lora)
+        seconds = await self._move(leader, self._plan, call.mode, version)
         seconds["pause_s"] = max(rank.pause_s for rank in stopped)
         seconds["wake_s"] += max(rank.wake_s for rank in stopped)
         plan = self._plan
@@ -258,17 +290,45 @@ class WeightSyncer:
             version=version,
             method=plan.method,
             why_portable=plan.why_portable,
-            mode=mode,
+            mode=call.mode,
             num_bytes=plan.num_bytes,
             num_tensors=len(plan.layout.weights),
             num_buckets=plan.num_buckets,
             num_engines=plan.num_engines,
-            plan_s=plan_s,
-            total_s=time.perf_counter() - begun,
+            plan_s=call.plan_s,
+            total_s=time.perf_counter() - call.begun,
             copy_bytes_per_s=plan.copy_bytes_per_s,
             written_bytes=sum(road.num_written for road in plan.roads),
+            lost_engines=tuple(call.lost),
             **seconds,
         )
+
+    async def _prepare_to_retry(self, leader: Leader | None, call: _Call, error: WeightSyncError) -> None:
+        """After an attempt that failed: if engines died in it, and others are there, let the next one go without them.
+
+        Engines stay stopped meanwhile, with what runs in them.
+
+        Raises:
+            WeightSyncError: there is to be no next one; on every rank alike.
+        """
+        if call.num_retries == self._max_retries:
+            raise error
+        if call.moving:
+            await self._worker.run(self._forget_plan)  # which lets go of engines that wait for weights
+
+        async def look() -> tuple[list[str], int]:
+            if leader is None:
+                return [], 0
+            return await leader.lost(), len(leader.pool.serving) + len(leader.pool.restarting)
+
+        found = await self._phases.run(error.phase, look)
+        lost = [name for names, _ in found for name in names]
+        if not lost or not sum(num_left for _, num_left in found):
+            raise error
+        call.num_retries += 1
+        call.lost += lost
+        if leader is not None:
+            _log.warning("%s died in a weight sync, which begins again without: %s", ", ".join(lost), error)
 
     async def _stop(self, leader: Leader | None, engines: list[EngineFacts], mode: PauseMode) -> list[_Stopped]:
         """Pause engines; beside that, look whether the plan holds, and wait for the trainer's device."""
@@ -468,3 +528,13 @@ class WeightSyncer:
         plan, self._plan = self._plan, None
         if plan is not None:
             plan.close()
+
+
+def _next_version(wanted: int | None, latest: int) -> int:
+    """
+    Raises:
+        ConfigError: the one that is wanted is not greater than the latest.
+    """
+    if wanted is not None and wanted <= latest:
+        raise ConfigError("version", wanted, f"must be greater than {latest}, the last one")
+    return latest + 1 if wanted is None else wanted
