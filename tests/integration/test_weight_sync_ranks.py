@@ -64,7 +64,7 @@ def test_two_ranks_sync_sharded_and_whole_weights_and_survive_failures(tmp_path:
             assert of_rank["cuts"][way]["verified"] == [24, 24]
             assert of_rank["cuts"][way]["report"]["num_buckets"] > 8
         assert of_rank["offloaded"]["verified"] == 24
-        assert of_rank["two_owners"] == {"verified": [24, 24], "lost": [1, "engine-0"]}
+        assert of_rank["two_owners"] == {"verified": [24, 24], "lost": [1, "engine-0 of rank 1"]}
 
         odd = of_rank["other_weights"]
         assert (odd["type"], odd["phase"], odd["rank"]) == ("WeightSyncError", "plan", 1)

@@ -109,7 +109,7 @@ async def sync(pool: Pool, seconds: float = 0.0, fails_in: str = "", plan_s: flo
     """What a weight syncer does to a pool: it plans and moves weights in so many seconds."""
     leader = Leader(pool, 60.0)
     with pool.exclusive("a weight sync"):
-        await leader.muster()
+        await leader.muster(waits=True)
         await anyio.sleep(plan_s)
         leader.keys = {member.name: member.name for member in leader.members}
         moving = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import json
@@ -366,6 +367,32 @@ async def test_engines_leave_the_group_of_a_syncer_also_if_another_has_come_sinc
             assert len(engine.groups) == 1
             await other.sync()
         assert not engine.groups
+
+
+async def test_a_server_that_loads_from_a_disk_is_told_to_load_again_only_once_it_has(tmp_path: Path) -> None:
+    class Slow(RemoteEngine):
+        """Like SGLang, it goes on with what nobody waits for any more."""
+
+        num_loading = most_at_once = 0
+
+        async def _remote_load_from_disk(self, path: str) -> None:
+            async def load() -> None:
+                self.num_loading += 1
+                self.most_at_once = max(self.most_at_once, self.num_loading)
+                await asyncio.sleep(0.5)
+                self.num_loading -= 1
+
+            await asyncio.shield(asyncio.ensure_future(load()))
+
+    class Mortal(RemoteEngine):
+        async def _remote_load_from_disk(self, path: str) -> None:
+            self.die("killed")
+            raise sr.EngineDiedError(self.name, "killed")
+
+    slow = Slow("remote-0")
+    async with bench(slow, Mortal("remote-1"), remote=sr.Disk(tmp_path)) as b:
+        assert (await b.syncer.sync()).lost_engines == ("remote-1",)
+        assert (slow.commands.count("load_from_disk"), slow.most_at_once) == (2, 1)
 
 
 async def test_an_engine_that_died_during_a_sync_and_is_up_again_is_not_told_that_it_has_the_weights(

@@ -444,7 +444,7 @@ async def test_a_sync_in_which_an_engine_dies_goes_on_without_it(
         assert "to 1 engines (lost: engine-1)" in str(report)
         assert "lost: engine-1" in report._repr_html_()
         assert (b.states, b.rollout.weight_version) == (["ready", "dead"], 7)
-        assert "engine-1 died in a weight sync, which begins again without: weight sync failed in" in caplog.text
+        assert "engine-1 died in a weight sync, which begins again: weight sync failed in" in caplog.text
         assert (await b.syncer.verify()).num_engines == 1
         again = await b.syncer.sync()
         assert (again.version, again.lost_engines) == (8, ())
@@ -491,6 +491,18 @@ async def test_a_sync_waits_for_the_only_engine_that_died_in_it(command: str) ->
         assert (report.num_engines, report.lost_engines) == (1, ("engine-0",))
         assert (b.states, engine.weights) == (["ready"], report.version)
         assert report.total_s >= 0.1
+
+
+async def test_the_only_engine_that_died_in_a_sync_and_does_not_come_back_in_time_is_what_the_error_tells() -> None:
+    engine = dying(Engine(), "load_portable")
+    async with restarting_bench(engine) as b:
+        engine.start_s = 60.0
+        async with sr.WeightSyncer(b.rollout, sr.TensorSource(weights()), timeout_s=0.1) as syncer:
+            with anyio.fail_after(5), pytest.raises(sr.WeightSyncError, match="engine-0: out of memory") as caught:
+                await syncer.sync()
+        assert caught.value.engine == "engine-0"
+        assert "no rank owns a running engine" in str(caught.value.__cause__)
+        assert b.states == ["restarting"]
 
 
 async def test_an_engine_that_failed_and_is_alive_is_not_tried_again() -> None:

@@ -1,7 +1,7 @@
 """Python's garbage collector in processes that are ours, while they import SGLang.  Imports nothing of ours.
 
-An import of SGLang makes two million objects, all of which stay. The collector would walk those there are so far again
-and again, which takes longer than all the rest of the import.
+What an import of SGLang makes stays. The collector would walk all that there is so far again and again, which is a
+quarter of the time that the import takes, and more on a busy machine.
 """
 
 from __future__ import annotations

@@ -72,10 +72,11 @@ class Leader:
         self._adapter: Adapter | None = None
         """What this sync has brought."""
 
-    async def muster(self) -> list[EngineFacts]:
-        """The engines of this sync: those that are up. If there is none, one that is restarted is waited for, as long
-        as a phase may take."""
-        await self.pool.muster(self._timeout_s)
+    async def muster(self, waits: bool) -> list[EngineFacts]:
+        """The engines of this sync: those that are up. If there is none, one that is restarted may be waited for, as
+        long as a phase may take."""
+        if waits:
+            await self.pool.muster(self._timeout_s)
         return self.facts()
 
     def facts(self) -> list[EngineFacts]:
@@ -96,7 +97,8 @@ class Leader:
         with contextlib.suppress(RolloutError), anyio.move_on_after(_DETACH_S):
             await to_the_end(partial(member.engine.command, "pause", _DETACH_S, mode=self._mode) for member in stopped)
         lives = zip(self.members, self._lives, strict=True)
-        return [member.name for member, life in lives if not member.serving or member.num_restarts != life]
+        lost = [member.name for member, life in lives if not member.serving or member.num_restarts != life]
+        return [self.keys.get(name, name) for name in lost]
 
     async def describe(self, weights: list[WeightSpec], allow_missing: Sequence[str]) -> list[WeightReport]:
         """What every TP rank of every engine says to these weights."""
@@ -252,7 +254,10 @@ class Leader:
             await to_the_end(partial(member.engine.command, "end_update", _DETACH_S) for member in serving)
 
     async def load_from_disk(self, path: str) -> None:
-        await self._remote("transfer", "load_from_disk", lambda m: {"path": path})
+        # Each to its end: a server that was still loading would take the answer to that for the answer to the next one.
+        await self._all(
+            "transfer", lambda m: m.engine.command("load_from_disk", self._timeout_s, path=path), self.remote
+        )
 
     async def mirrors(self, phase: str) -> dict[str, set[str]]:
         """Which weights remote engines have in copies of their own, by engine.

@@ -37,6 +37,15 @@ class Phases:
             self._ranks.leave(phase)
             raise
 
+    async def alone(self, phase: str, work: Callable[[], Awaitable[T]]) -> T:
+        """What this rank does for itself before a phase. If it gets no further, it agrees with the others on nothing
+        any more."""
+        try:
+            return await work()
+        except BaseException:
+            self._ranks.leave(phase)
+            raise
+
 
 async def together(calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
     """All at once. Of several failures the most telling is raised: an engine's own rather than that a link broke."""

@@ -9,7 +9,8 @@ from sglrollout import notebook
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """One sync. Seconds are wall time on the leader, or the longest of any rank.
+    """One sync. Seconds are wall time on the leader, or the longest of any rank. Where engines died in it, they and
+    ``written_bytes`` are of the last attempt, but for ``plan_s`` and ``total_s``.
 
     Attributes:
         version: of the weights that engines have now.
@@ -32,7 +33,7 @@ class SyncReport:
         total_s: the whole call.
         copy_bytes_per_s: how fast the device copies its own memory, the floor of ``transfer_s``.
         written_bytes: what this rank wrote to a disk for engines: weights, or what changed of them.
-        lost_engines: that died in it, upon which it began again without them.
+        lost_engines: that died in it, upon which it began again. With their ranks, where several have engines.
     """
 
     version: int

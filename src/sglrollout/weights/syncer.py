@@ -56,6 +56,8 @@ class _Call:
         version: of its weights; ``None`` until it is known.
         moving: engines may hold a half of them.
         lost: engines that died in it.
+        death: what ended the last attempt, if an engine's death did.
+        waits: for an engine that is restarted, where there is no other one.
         num_retries: attempts after the first.
     """
 
@@ -65,7 +67,18 @@ class _Call:
     plan_s: float = 0.0
     moving: bool = False
     lost: list[str] = field(default_factory=list)
+    death: WeightSyncError | None = None
+    waits: bool = True
     num_retries: int = 0
+
+
+class _Losses(NamedTuple):
+    """What a rank says after an attempt: which engines have died, and which are there."""
+
+    names: list[str]
+    num_serving: int
+    num_restarting: int
+    num_retries_left: int
 
 
 class _Stopped(NamedTuple):
@@ -99,7 +112,7 @@ class WeightSyncer:
             for a smaller model. Weights that engines read where they are take none.
         num_slots: buckets under way at once, at least 2.
         timeout_s: for each step of a sync. A rank that is stuck is given up after twice that and 20 s.
-        max_retries: how often a sync begins again, without them, after engines died in it.
+        max_retries: how often a sync begins again after engines died in it; the least of any rank counts.
         allow_missing: patterns (``fnmatch``) of engine parameters that need not be written.
         remote: how weights reach remote engines: :class:`Broadcast` or :class:`Disk`, the same on every rank. Remote
             engines do not tell their parameters: where there are no others, names are held against the checkpoint's.
@@ -267,7 +280,9 @@ class WeightSyncer:
             raise
 
     async def _attempt(self, leader: Leader | None, call: _Call) -> SyncReport:
-        engines = await leader.muster() if leader is not None else []
+        engines = []
+        if leader is not None:
+            engines = await self._phases.alone("plan", lambda: leader.muster(call.waits))
         if self._plan is None:  # on every rank alike
             call.plan_s += await self._make_plan(leader, engines)
         stopped = await self._stop(leader, engines, call.mode)
@@ -304,31 +319,37 @@ class WeightSyncer:
         )
 
     async def _prepare_to_retry(self, leader: Leader | None, call: _Call, error: WeightSyncError) -> None:
-        """After an attempt that failed: if engines died in it, and others are there, let the next one go without them.
+        """After an attempt that failed: if engines died in it, and there are others, let there be a next one.
 
         Engines stay stopped meanwhile, with what runs in them.
 
         Raises:
             WeightSyncError: there is to be no next one; on every rank alike.
         """
-        if call.num_retries == self._max_retries:
-            raise error
         if call.moving:
-            await self._worker.run(self._forget_plan)  # which lets go of engines that wait for weights
+            with anyio.CancelScope(shield=True):
+                await self._worker.run(self._forget_plan)  # which lets go of engines that wait for weights
+        own: list[str] = []
 
-        async def look() -> tuple[list[str], int]:
+        async def look() -> _Losses:
+            num_retries_left = self._max_retries - call.num_retries
             if leader is None:
-                return [], 0
-            return await leader.lost(), len(leader.pool.serving) + len(leader.pool.restarting)
+                return _Losses([], 0, 0, num_retries_left)
+            own.extend(await leader.lost())
+            return _Losses(own, len(leader.pool.serving), len(leader.pool.restarting), num_retries_left)
 
-        found = await self._phases.run(error.phase, look)
-        lost = [name for names, _ in found for name in names]
-        if not lost or not sum(num_left for _, num_left in found):
+        ranks = await self._phases.run(error.phase, look)
+        lost = [name for rank in ranks for name in rank.names]
+        num_serving, num_restarting = sum(it.num_serving for it in ranks), sum(it.num_restarting for it in ranks)
+        if not lost and not num_serving and call.death is not None:
+            raise call.death from error  # for want of the engine that was waited for
+        if not lost or not num_serving + num_restarting or not min(it.num_retries_left for it in ranks):
             raise error
+        if own:
+            _log.warning("%s died in a weight sync, which begins again: %s", ", ".join(own), error)
+        call.death, call.waits = error, not num_serving
         call.num_retries += 1
         call.lost += lost
-        if leader is not None:
-            _log.warning("%s died in a weight sync, which begins again without: %s", ", ".join(lost), error)
 
     async def _stop(self, leader: Leader | None, engines: list[EngineFacts], mode: PauseMode) -> list[_Stopped]:
         """Pause engines; beside that, look whether the plan holds, and wait for the trainer's device."""
