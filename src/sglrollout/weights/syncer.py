@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -17,6 +15,7 @@ from sglrollout.config import RolloutConfig
 from sglrollout.engine.scratch import new_scratch, remove_scratch
 from sglrollout.errors import ConfigError, LifecycleError, WeightSyncError
 from sglrollout.pool.pool import SYNC, Pool
+from sglrollout.weights.call import Call
 from sglrollout.weights.control import Ranks
 from sglrollout.weights.leader import EngineFacts, Leader, PauseMode
 from sglrollout.weights.lora_source import LoRASource
@@ -37,7 +36,6 @@ BUCKET_BYTES = 512 << 20
 _COLD_S = 300.0
 """For an engine's first answer, for which it may have to compile kernels."""
 _MODES = ("abort", "retract", "in_place")
-_log = logging.getLogger("sglrollout.weights")
 
 
 class PoolOwner(Protocol):
@@ -46,39 +44,6 @@ class PoolOwner(Protocol):
     config: RolloutConfig
 
     async def _ready_pool(self) -> Pool: ...
-
-
-@dataclass
-class _Call:
-    """One call of ``sync``, which may take several attempts.
-
-    Attributes:
-        version: of its weights; ``None`` until it is known.
-        moving: engines may hold a half of them.
-        lost: engines that died in it.
-        death: what ended the last attempt, if an engine's death did.
-        waits: for an engine that is restarted, where there is no other one.
-        num_retries: attempts after the first.
-    """
-
-    mode: PauseMode
-    version: int | None
-    begun: float = field(default_factory=time.perf_counter)
-    plan_s: float = 0.0
-    moving: bool = False
-    lost: list[str] = field(default_factory=list)
-    death: WeightSyncError | None = None
-    waits: bool = True
-    num_retries: int = 0
-
-
-class _Losses(NamedTuple):
-    """What a rank says after an attempt: which engines have died, and which are there."""
-
-    names: list[str]
-    num_serving: int
-    num_restarting: int
-    num_retries_left: int
 
 
 class _Stopped(NamedTuple):
@@ -225,7 +190,7 @@ class WeightSyncer:
             raise ConfigError("version", version, "must be an integer")
         if self._closed:
             raise LifecycleError("this weight syncer is closed")
-        call = _Call(mode, version)
+        call = Call(mode, version)
         leader, scope = await self._enter("pause", SYNC)
         with scope:
             report = await self._sync(leader, call)
@@ -268,7 +233,7 @@ class WeightSyncer:
         if self._plan is not None and self._plan.engines != leader.facts():
             raise LifecycleError("an engine died, or was restarted, since the last sync: sync again, then verify")
 
-    async def _sync(self, leader: Leader | None, call: _Call) -> SyncReport:
+    async def _sync(self, leader: Leader | None, call: Call) -> SyncReport:
         try:
             while True:
                 try:
@@ -279,17 +244,14 @@ class WeightSyncer:
             await self._after_failure(leader, error, call.moving)
             raise
 
-    async def _attempt(self, leader: Leader | None, call: _Call) -> SyncReport:
+    async def _attempt(self, leader: Leader | None, call: Call) -> SyncReport:
         engines = []
         if leader is not None:
             engines = await self._phases.alone("plan", lambda: leader.muster(call.waits))
         if self._plan is None:  # on every rank alike
             call.plan_s += await self._make_plan(leader, engines)
         stopped = await self._stop(leader, engines, call.mode)
-        if not call.moving:
-            call.version = _next_version(call.version, max(rank.version for rank in stopped))
-        version = call.version
-        assert version is not None
+        version = call.fix_version(max(rank.version for rank in stopped))
         if any(rank.is_outdated for rank in stopped):
             call.plan_s += await self._make_plan(leader, engines)
         assert self._plan is not None
@@ -318,38 +280,13 @@ class WeightSyncer:
             **seconds,
         )
 
-    async def _prepare_to_retry(self, leader: Leader | None, call: _Call, error: WeightSyncError) -> None:
-        """After an attempt that failed: if engines died in it, and there are others, let there be a next one.
-
-        Engines stay stopped meanwhile, with what runs in them.
-
-        Raises:
-            WeightSyncError: there is to be no next one; on every rank alike.
-        """
+    async def _prepare_to_retry(self, leader: Leader | None, call: Call, error: WeightSyncError) -> None:
+        """After an attempt that failed. Raises WeightSyncError if it was the last; else engines stay stopped until the
+        next one, with what runs in them."""
         if call.moving:
             with anyio.CancelScope(shield=True):
                 await self._worker.run(self._forget_plan)  # which lets go of engines that wait for weights
-        own: list[str] = []
-
-        async def look() -> _Losses:
-            num_retries_left = self._max_retries - call.num_retries
-            if leader is None:
-                return _Losses([], 0, 0, num_retries_left)
-            own.extend(await leader.lost())
-            return _Losses(own, len(leader.pool.serving), len(leader.pool.restarting), num_retries_left)
-
-        ranks = await self._phases.run(error.phase, look)
-        lost = [name for rank in ranks for name in rank.names]
-        num_serving, num_restarting = sum(it.num_serving for it in ranks), sum(it.num_restarting for it in ranks)
-        if not lost and not num_serving and call.death is not None:
-            raise call.death from error  # for want of the engine that was waited for
-        if not lost or not num_serving + num_restarting or not min(it.num_retries_left for it in ranks):
-            raise error
-        if own:
-            _log.warning("%s died in a weight sync, which begins again: %s", ", ".join(own), error)
-        call.death, call.waits = error, not num_serving
-        call.num_retries += 1
-        call.lost += lost
+        await call.prepare_to_retry(self._phases, leader, self._max_retries, error)
 
     async def _stop(self, leader: Leader | None, engines: list[EngineFacts], mode: PauseMode) -> list[_Stopped]:
         """Pause engines; beside that, look whether the plan holds, and wait for the trainer's device."""
@@ -549,13 +486,3 @@ class WeightSyncer:
         plan, self._plan = self._plan, None
         if plan is not None:
             plan.close()
-
-
-def _next_version(wanted: int | None, latest: int) -> int:
-    """
-    Raises:
-        ConfigError: the one that is wanted is not greater than the latest.
-    """
-    if wanted is not None and wanted <= latest:
-        raise ConfigError("version", wanted, f"must be greater than {latest}, the last one")
-    return latest + 1 if wanted is None else wanted
