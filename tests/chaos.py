@@ -28,6 +28,9 @@ from tests.remote import RealServer, Relay, real_servers
 
 HEAL_S = 240.0
 DEAD_AFTER_S = 6.0
+SYNC_S = 20.0
+"""A sync's deadline, until which a gloo group that was given up may go on."""
+SETTLED_S = SYNC_S + 10.0
 
 
 class Chaos:
@@ -48,7 +51,7 @@ class Chaos:
     ) -> None:
         self._rollout, self._rng = rollout, random.Random(seed)
         self._servers, self._relays = servers, relays
-        self._syncer = sr.WeightSyncer(rollout, sr.TensorSource(weights))
+        self._syncer = sr.WeightSyncer(rollout, sr.TensorSource(weights), timeout_s=SYNC_S)
         self._begun_s = time.monotonic()
         self.num_faults = 0
         self.wrong: list[str] = []
@@ -215,7 +218,7 @@ async def chaos(model: Path, options: argparse.Namespace) -> list[str]:
         async with AsyncExitStack() as stack:
             relays = [await stack.enter_async_context(Relay(server.port)) for server in servers]
             wrong = await broken(model, options, servers, relays)
-    return wrong + [f"after the pool has ended, {more}" for more in await settled(before, 400)]
+    return wrong + [f"after the pool has ended, {more}" for more in await settled(before, 400, SETTLED_S)]
 
 
 async def broken(model: Path, options: argparse.Namespace, servers: list[RealServer], relays: list[Relay]) -> list[str]:
@@ -248,7 +251,7 @@ async def broken(model: Path, options: argparse.Namespace, servers: list[RealSer
             load.wrong.append(f"{load.num_begun} calls were begun, and {load.num_ended} ended")
         if rollout.num_queued or any(engine.num_inflight for engine in rollout.engines):
             load.wrong.append("slots are taken, and nobody has them")
-        load.wrong += [f"while the pool runs, {more}" for more in await settled(during, 200)]
+        load.wrong += [f"while the pool runs, {more}" for more in await settled(during, 200, SETTLED_S)]
         load.wrong += faults.wrong
         if snapshot and (failed := [end for end in load.ends if "Error" in end]):
             load.wrong.append(f"a snapshot of the weights was kept, and there were {failed}")
