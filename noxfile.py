@@ -28,15 +28,13 @@ REQUIREMENTS = ROOT / "requirements"
 ENVIRONMENTS = ROOT / ".nox"
 LAST_FAILED = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
 MOST_TRIED_AGAIN = 3
-BY_FILES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-"""Two files at a time, those with real engines first: an engine that starts keeps one core busy."""
 CLOSURE_PYTHON = (3, 11)  # the version whose wheels requirements/cpu.txt was seen working with
 PYTORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
-    """Run the tests, two files at a time, or pytest with what comes after ``--``. Without a GPU some are skipped."""
+    """Run the tests, or those that arguments after ``--`` select; without a GPU, those that need one are skipped."""
     _pytest(session, _cpu_environment(session))
 
 
@@ -104,7 +102,7 @@ def _pytest(session: nox.Session, python: str, **env: str) -> None:
     LAST_FAILED.unlink(missing_ok=True)
     environment = _environment(**env)
     try:
-        session.run(python, "-m", "pytest", *(session.posargs or BY_FILES), env=environment)
+        session.run(python, "-m", "pytest", *session.posargs, env=environment)
     except nox.command.CommandFailed:
         failed = list(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
         if not 0 < len(failed) <= MOST_TRIED_AGAIN:
